@@ -24,6 +24,9 @@ MAX_LEFT_IDS = 256  # in one message that renews what was left
 MAX_CODECS = 16  # readable by one peer
 MAX_RECORD_BYTES = 4096
 MAX_STAGES = 1024
+MAX_LOSS = 1e6  # in nats a token or bits a byte
+MAX_EVALUATIONS = 8  # in one message
+MAX_SAMPLE_CHARS = 400
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
@@ -34,6 +37,7 @@ Mask = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 Value = Annotated[bytes, msgspec.Meta(max_length=MAX_VALUE_BYTES)]
 Signature = Annotated[bytes, msgspec.Meta(max_length=64)]
 Weight = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+BoundedLoss = Annotated[float, msgspec.Meta(ge=0, le=MAX_LOSS)]
 Ballot = tuple[Count, Index]
 RoundsByAxis = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1 + MAX_STAGES)]
 
@@ -97,15 +101,30 @@ class Miss(_Message, frozen=True, tag="miss"):
 # A member's contribution to an exchange.
 
 
+class Evaluation(msgspec.Struct, frozen=True, array_like=True):
+    """A member's measurement of the weights with which a round began, at most 64 bytes.
+
+    `tokens` are the run's by then. The loss (None: it was no finite number) and its standard error
+    are in nats a token; `bits_per_byte` is None where the tokenizer does not say how long its
+    tokens are."""
+
+    round: Count
+    tokens: Count
+    loss: BoundedLoss | None
+    standard_error: BoundedLoss
+    bits_per_byte: BoundedLoss | None = None
+
+
 class Offer(_InView, frozen=True, tag="offer"):
     """Digests and sizes of the sender's bundles of encoded shards; `state` is the hash of its state
-    before the round."""
+    before the round, and `evaluation` what it measured since its last one."""
 
     digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_BUNDLES)]
     sizes: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_BUNDLES)]
     weight: Weight
     tokens: Count
     state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    evaluation: Evaluation | None = None
 
 
 class Reduced(_InView, frozen=True, tag="reduced"):
@@ -128,6 +147,13 @@ class Holds(_InView, frozen=True, tag="holds"):
     known: Count = 0
     offered: bool = False
     asks: bool = True
+
+
+class Away(_Message, frozen=True, tag="away"):
+    """The sender contributes nothing to the stream's rounds before `key.round`, but votes on them:
+    nobody waits for its offer (swarm/peer/absences.py)."""
+
+    key: Key
 
 
 class Tally(_Message, frozen=True, tag="tally"):
@@ -312,6 +338,20 @@ class StateOffer(_Message, frozen=True, tag="state"):
     tokens: Count
 
 
+class EvaluationQuery(_Message, frozen=True, tag="evaluations?"):
+    """A request for the run's last evaluations."""
+
+
+class Evaluated(_Message, frozen=True, tag="evaluated"):
+    """Evaluations, each with its member: the answer to a query, or of a member that makes no offers
+    its own. `sample` is a text that the weights of the last one wrote."""
+
+    evaluations: Annotated[
+        tuple[tuple[Name, Evaluation], ...], msgspec.Meta(max_length=MAX_EVALUATIONS)
+    ]
+    sample: Annotated[str, msgspec.Meta(max_length=MAX_SAMPLE_CHARS)] = ""
+
+
 class Ping(_Message, frozen=True, tag="ping"):
     """A request for the run time; `sent_s` comes back unchanged."""
 
@@ -420,6 +460,7 @@ LogMessage = LogQuery | Forgotten
 PairMessage = PairPropose | PairAccept | PairRefuse | PairHave | PairCommit | PairAbort
 ViewMessage = ViewQuery | Views | Join | Leave
 SnapshotMessage = StateQuery | StateOffer
+EvaluationMessage = EvaluationQuery | Evaluated
 TimeMessage = Ping | Pong
 CallMessage = Call | Answer | Heard | Keep
 BranchMessage = BranchAsk | BranchSign | Lineage
@@ -435,6 +476,8 @@ Message = (
     | TimeMessage
     | CallMessage
     | Tally
+    | Away
+    | EvaluationMessage
     | Load
     | Reads
     | BranchMessage

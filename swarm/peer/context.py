@@ -16,7 +16,7 @@ from farflock.swarm.chunks import Chunks
 from farflock.swarm.compute import Compute, inline
 from farflock.swarm.frame import Frame, pack, pack_parts
 from farflock.swarm.links import Links, Liveness, PeerId
-from farflock.swarm.messages import MAX_TRAIL, Message, Piece
+from farflock.swarm.messages import MAX_TRAIL, Evaluation, Key, Message, Piece
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, raised
 from farflock.swarm.protocol.views import Chain, View
 
@@ -43,6 +43,10 @@ class PeerContext:
     # The incarnation in which each member of the newest view was last heard.
     lives: dict[PeerId, int] = field(default_factory=dict)
     leaving: Collection[PeerId] = ()  # members of the newest view that have said goodbye
+    # The round from which on a member contributes again to a stream, where it said so.
+    away: dict[tuple[PeerId, str], int] = field(default_factory=dict)
+    measured: dict[str, Evaluation] = field(default_factory=dict)  # for the next offer, by stream
+    evaluated: Callable[[str, PeerId, Evaluation], None] = lambda stream, member, value: None
     counters: collections.Counter[str] = field(default_factory=collections.Counter)
     chunks: Chunks = field(init=False)
     bundles: BundleStore = field(init=False)
@@ -97,6 +101,10 @@ class PeerContext:
     def left(self, peer: PeerId) -> bool:
         """True if a member has said goodbye: it votes while needed, but contributes nothing."""
         return peer in self.leaving or not self.views.newest.lists(peer)
+
+    def is_away(self, peer: PeerId, key: Key) -> bool:
+        """True if another member has said that it contributes nothing to this round."""
+        return key.round < self.away.get((peer, key.stream), 0)
 
     def my_index(self, view: View) -> int | None:
         """Our member index in a view; None if we are not in it in this life, or gave it up."""

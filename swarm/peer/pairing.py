@@ -141,12 +141,15 @@ class Pairing:
             return None, False
         group = group_of(self._context.me, view.peers, 2, self._context.seed, view.hash, key)
         partner = next((peer for peer in group if peer != self._context.me), None)
-        if partner is None or self._context.gone(view, partner):
+        if partner is None or self._is_missing(view, partner, key):
             return None, False
         early = self._early.get((key.stream, partner))
         if early is not None and early.offer.key.round > key.round:
             return None, False  # it has gone on to a later round and will not come back
         return partner, group[0] == self._context.me
+
+    def _is_missing(self, view: View, partner: PeerId, key: Key) -> bool:
+        return self._context.gone(view, partner) or self._context.is_away(partner, key)
 
     async def _run(self, view: View, stream: Stream, pair: Pair) -> None:
         pair.start(self._context.now())
@@ -160,7 +163,7 @@ class Pairing:
                 self._context.spawn(self._fetch(stream, pair))
             self._flush(pair)
             await self._wait(pair.key.stream)
-            if self._context.gone(view, pair.partner):
+            if self._is_missing(view, pair.partner, pair.key):
                 pair.lost(self._context.now())
             pair.tick(self._context.now())
         self._flush(pair)

@@ -21,10 +21,12 @@ from farflock.swarm.frame import Frame, ProtocolViolation, unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import Key, Message, Offer
+from farflock.swarm.peer.absences import Absences
 from farflock.swarm.peer.branching import Branching
 from farflock.swarm.peer.calls import Calls
 from farflock.swarm.peer.codec_offers import CodecOffers
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.evaluations import Evaluations
 from farflock.swarm.peer.load_reports import LoadReports
 from farflock.swarm.peer.membership import Membership
 from farflock.swarm.peer.pairing import Pairing
@@ -94,6 +96,10 @@ class Peer:
         self.pairing = Pairing(self.context)
         self.calls = Calls(self.context)
         self.tallies = Tallies(self.context)
+        self.absences = Absences(
+            self.context, lambda name: name in self.rounds.names or name in self.pairing.streams
+        )
+        self.evaluations = Evaluations(self.context, self.newest)
         self.loads = LoadReports(self.context)
         self.codec_offers = CodecOffers(self.context)
         self.snapshots = Snapshots(self.context, self._askable)
@@ -107,8 +113,7 @@ class Peer:
             terms.branch_after_s,
         )
         self.router = self._make_router()
-        self._stirred = asyncio.Event()  # set by whatever may need the next tick
-        self.ticks = Ticks(self._stirred, self.membership, self.rounds, self.calls, self.loads)
+        self.ticks = Ticks(self.membership, self.rounds, self.calls, self.loads)
         self.failure: BaseException | None = None  # a bug in one of our tasks, raised by `running`
 
     def _make_router(self) -> "Router":
@@ -124,6 +129,8 @@ class Peer:
         router.add_exchange(self.loads.receive, messages.Load)
         router.add_exchange(self.codec_offers.receive, messages.Reads)
         router.add_exchange(self.tallies.receive, messages.Tally)
+        router.add_exchange(self.absences.receive, messages.Away)
+        router.add_exchange(self.evaluations.receive, *get_args(messages.EvaluationMessage))
         return router
 
     @property
@@ -151,7 +158,7 @@ class Peer:
 
     def ask_in(self) -> None:
         """Ask the members for admission until they admit this peer."""
-        self._stirred.set()
+        self.ticks.stirred.set()
         self.membership.admission.wants_in = True
 
     async def join(self, records: Sequence[bytes], timeout_s: float) -> None:
@@ -167,7 +174,7 @@ class Peer:
 
     def leave(self) -> None:
         """Say goodbye; the next view will not contain this peer."""
-        self._stirred.set()
+        self.ticks.stirred.set()
         self.membership.admission.leave()
 
     async def part(self) -> None:
@@ -210,7 +217,7 @@ class Peer:
 
     def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
         """Begin a stream, or begin it again after adopting a snapshot of `after_round`."""
-        self._stirred.set()
+        self.ticks.stirred.set()
         if stream.is_paired:
             self.pairing.open(stream, after_round)
         else:
@@ -232,7 +239,7 @@ class Peer:
         A pair's ends by the stream's deadline; a collective's when the round is decided, however
         late: the caller trains on meanwhile. It is lost if this peer gave up the chain of views
         that its state belongs to, until the stream is opened again."""
-        self._stirred.set()
+        self.ticks.stirred.set()
         key = Key(name, number)
         if name in self.branching.adrift:
             return RoundOutcome(key, "lost", number + 1)
@@ -240,7 +247,8 @@ class Peer:
         stream = paired or self.rounds.streams[name].stream
         bundles = self.context.bundles.put(stream.terms.cut, shards, work_pin(key))
         digests, sizes = tuple(digest for digest, _ in bundles), tuple(size for _, size in bundles)
-        offer = Offer(key, bytes(32), digests, sizes, weight, tokens, state)
+        measured = None if paired else self.context.measured.get(name)
+        offer = Offer(key, bytes(32), digests, sizes, weight, tokens, state, measured)
         return await (self.pairing if paired else self.rounds).exchange(name, offer)
 
     def decided(self, name: str, number: int) -> RoundOutcome | None:
@@ -284,7 +292,7 @@ class Peer:
                 continue
             self.router.deliver(sender, frame)
             if not isinstance(frame.message, messages.TimeMessage):
-                self._stirred.set()
+                self.ticks.stirred.set()
 
     async def _tick_loop(self) -> None:
         while True:
@@ -295,6 +303,7 @@ class Peer:
                     self.branching.tick()
                 self.rounds.tick()
                 self.tallies.tick()
+                self.absences.tick()
                 self.loads.tick()
                 self.codec_offers.tick()
             await self.ticks.wait()

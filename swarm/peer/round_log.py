@@ -110,6 +110,8 @@ class RoundLog:
         state.seen = max(state.seen, number)
         state.tokens, state.skipped = entry.close.tokens, False
         state.log[number] = entry
+        for member, value in entry.close.evaluations:
+            self._context.evaluated(state.stream.name, entry.group[member], value)
         while len(state.log) > LOG_ROUNDS:
             self._retire(state, next(iter(state.log)))
 

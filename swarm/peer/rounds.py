@@ -396,8 +396,12 @@ class OpenRounds:
             if view is None or self._retire(machine, view):
                 continue
             peers = machine.roster.peers
-            gone, left = self._context.gone, self._context.left
-            suspects = (i for i, peer in enumerate(peers) if gone(view, peer) or left(peer))
+            gone, left, away = self._context.gone, self._context.left, self._context.is_away
+            suspects = (
+                index
+                for index, peer in enumerate(peers)
+                if gone(view, peer) or left(peer) or away(peer, machine.key)
+            )
             machine.tick(now_s, frozenset(suspects))
             self._carry_out(machine)
             self._hand_over(machine)

@@ -22,17 +22,16 @@ class Ticks:
 
     def __init__(
         self,
-        stirred: asyncio.Event,
         membership: Membership,
         rounds: Rounds,
         calls: Calls,
         loads: LoadReports,
     ) -> None:
         self.rests = False
+        self.stirred = asyncio.Event()  # set by whatever may need the next tick
         self.turn = 0
         self._membership, self._rounds, self._calls = membership, rounds, calls
         self._loads = loads
-        self._stirred = stirred
 
     async def wait(self) -> None:
         """Wait for the next turn that has a tick."""
@@ -42,10 +41,10 @@ class Ticks:
             return
         now = asyncio.get_running_loop().time
         begun_s, turns = now(), REST_TURNS - self.turn % REST_TURNS
-        self._stirred.clear()
+        self.stirred.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(turns * TICK_S):
-                await self._stirred.wait()
+                await self.stirred.wait()
             lasted_s = now() - begun_s
             turns = min(turns, int(lasted_s / TICK_S) + 1)
             await asyncio.sleep(max(0.0, turns * TICK_S - lasted_s))

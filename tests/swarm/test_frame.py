@@ -37,11 +37,15 @@ from farflock.swarm.messages import (
     MAX_VALUE_BYTES,
     Accepted,
     Answer,
+    Away,
     BranchAsk,
     BranchSign,
     Call,
     CodecId,
     Decided,
+    Evaluated,
+    Evaluation,
+    EvaluationQuery,
     Forgotten,
     Heard,
     Holds,
@@ -82,7 +86,8 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "frames.json"
 HEAD_BYTES = 24
 KEY = Key("weights/0", 7, 1)
 A, B = bytes(range(32)), bytes(range(32, 64))
-OFFER = Offer(KEY, A, (A, B), (5, 0), 1.5, 640, B)
+EVALUATION = Evaluation(7, 640, 2.5, 0.125, 3.5)
+OFFER = Offer(KEY, A, (A, B), (5, 0), 1.5, 640, B, EVALUATION)
 CALL = Call(3, b"forward", (((A, MAX_CHUNK_BYTES), (B, 5)),))
 
 SPECIMENS: tuple[Message, ...] = (
@@ -119,6 +124,9 @@ SPECIMENS: tuple[Message, ...] = (
     Heard(3),
     Keep((3, 8)),
     Tally(KEY, 640),
+    Away(KEY),
+    EvaluationQuery(),
+    Evaluated((("p" * 52, EVALUATION),), "The king"),
     Load(7, 3.0, 1.5, 2**30, 60.0),
     Reads((CodecId("int4,int8", 1), CodecId("subspace:4+bf16,bf16", 7, B[:8]))),
     BranchAsk(b"view"),
@@ -170,11 +178,15 @@ def filled(kind, chance):
         chance.choice([0.0, 1.0, 1e18, chance.random()]),
         chance.choice([0, 2**62]),
         chance.randbytes(chance.choice([0, 32])),
+        chance.choice([None, EVALUATION]),
     )
     ballot = (chance.choice([0, 5, 2**62]), chance.randrange(MAX_MEMBERS))
     fields = {
         "key": key,
         "offer": offer,
+        "evaluation": offer.evaluation,
+        "evaluations": (("p" * 52, EVALUATION),) * many,
+        "sample": "ä" * chance.randrange(401),
         "ballot": ballot,
         "promised": ballot,
         "accepted": chance.choice([None, ballot]),
@@ -308,6 +320,11 @@ def test_an_altered_message_with_a_right_checksum_is_refused_or_keeps_every_limi
     assert msgspec.convert(msgspec.to_builtins(altered, builtin_types=(bytes,)), Message) == altered
 
 
+def test_an_evaluation_takes_at_most_64_bytes():
+    longest = Evaluation(2**62, 2**62, 1e6, 1e6, 1e6)
+    assert len(msgspec.msgpack.encode(longest)) <= 64
+
+
 def test_the_head_is_as_documented():
     packed = pack(Frame(0x0102030405060708, Piece(A, 0, 3), b"abc"))
     magic, version, flags, incarnation, message_bytes, body_bytes, checksum = struct.unpack(
@@ -383,6 +400,13 @@ OVER_THE_LIMIT = {
     "round too high": limited(LogQuery(KEY), key=Key("s", 2**62 + 1)),
     "attempt too high": limited(LogQuery(KEY), key=Key("s", 0, 256)),
     "negative weight": limited(OFFER, weight=-1.0),
+    "negative loss": limited(OFFER, evaluation=Evaluation(7, 640, -1.0, 0.1)),
+    "loss too high": limited(OFFER, evaluation=Evaluation(7, 640, 1e7, 0.1)),
+    "round of an evaluation too high": limited(
+        OFFER, evaluation=Evaluation(2**62 + 1, 0, 1.0, 0.1)
+    ),
+    "too many evaluations": limited(Evaluated(()), evaluations=(("p", EVALUATION),) * 9),
+    "sample too long": limited(Evaluated(()), sample="x" * 401),
     "unknown tag": msgspec.msgpack.encode(["run", "rm -rf"]),
     "a map": msgspec.msgpack.encode({"type": "leave"}),
     "request too long": limited(CALL, request=bytes(MAX_BODY_BYTES + 1)),
@@ -421,7 +445,8 @@ def test_a_message_over_a_limit_is_refused(case):
 )
 def test_a_number_that_is_not_finite_is_refused(message, number):
     if isinstance(message, PairPropose | PairAccept):
-        bad = type(message)(msgspec.structs.replace(OFFER, weight=number))
+        value = msgspec.structs.replace(EVALUATION, standard_error=number)
+        bad = type(message)(msgspec.structs.replace(OFFER, evaluation=value))
     else:
         field = "weight" if message is OFFER else message.__struct_fields__[-1]
         bad = msgspec.structs.replace(message, **{field: number})
@@ -476,7 +501,8 @@ def test_the_largest_close_list_and_the_longest_offer_fit_a_frame():
     value = bytes(MAX_VALUE_BYTES)
     proofs = tuple((member, bytes(64)) for member in range(MAX_MEMBERS))
     long_key = Key("ä" * 64, 2**62, 255)
-    offer = Offer(long_key, A, (A,) * MAX_BUNDLES, (MAX_CHUNK_BYTES,) * MAX_BUNDLES, 1e18, 2**62, A)
+    entries = (A,) * MAX_BUNDLES, (MAX_CHUNK_BYTES,) * MAX_BUNDLES
+    offer = Offer(long_key, A, *entries, 1e18, 2**62, A, EVALUATION)
     for message in (
         Decided(long_key, A, value, (2**62, 63), proofs),
         Promise(long_key, A, (2**62, 63), (2**62, 63), value, (2**62, 1)),

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from farflock.swarm.messages import MAX_BUNDLES, MAX_MEMBERS, Count, Index, Weight
+from farflock.swarm.messages import MAX_BUNDLES, MAX_MEMBERS, Count, Evaluation, Index, Weight
 from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.bundles import BundleCut
 
@@ -17,12 +17,16 @@ class CloseList(msgspec.Struct, frozen=True, array_like=True):
     """A group's decision about an exchange; a list without items says that the exchange failed.
 
     `members` are the included members with their weights. `tokens` are the run's agreed tokens
-    after this round, `state` is the hash of the state before it that most members announced."""
+    after this round, `state` is the hash of the state before it that most members announced.
+    `evaluations` are what included members measured."""
 
     items: Annotated[tuple[RoundItem, ...], msgspec.Meta(max_length=MAX_BUNDLES)]
     members: Annotated[tuple[tuple[Index, Weight], ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     tokens: Count
     state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    evaluations: Annotated[
+        tuple[tuple[Index, Evaluation], ...], msgspec.Meta(max_length=MAX_MEMBERS)
+    ] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,9 @@ def decode_close_list(raw: bytes, terms: RoundTerms, contributors: Collection[in
             "bundles of a uniform mean with different contributions; each is in all bundles or none"
         )
     _require_places(close, terms, members, masks)
+    measuring = [member for member, _ in close.evaluations]
+    if measuring != [member for member in members if member in measuring]:
+        raise BadCloseList(f"evaluations of {measuring}, and the members are {members}")
     return close
 
 

@@ -178,7 +178,9 @@ class Closing:
         included = self._included(items)
         members = tuple((member, offers[member].weight) for member in included)
         tokens = (self.prior_tokens or 0) + offers.tokens(included)
-        return msgspec.msgpack.encode(CloseList(items, members, tokens, offers.common_state()))
+        return msgspec.msgpack.encode(
+            CloseList(items, members, tokens, offers.common_state(), offers.evaluations(included))
+        )
 
     def _included(self, items: tuple[RoundItem, ...]) -> list[int]:
         members = range(len(self._roster.peers))

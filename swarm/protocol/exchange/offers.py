@@ -3,7 +3,7 @@
 import collections
 from collections.abc import Collection, Iterable
 
-from farflock.swarm.messages import Offer
+from farflock.swarm.messages import Evaluation, Offer
 
 Input = tuple[int, float, bytes]  # (member, weight, digest) of one contribution to one bundle
 
@@ -29,6 +29,11 @@ class Offers(dict[int, Offer]):
     def tokens(self, members: Iterable[int]) -> int:
         """Return the sum of the tokens on which these members' contributions were trained."""
         return sum(self[member].tokens for member in members)
+
+    def evaluations(self, members: Iterable[int]) -> tuple[tuple[int, Evaluation], ...]:
+        """Return what these members measured, those that did."""
+        said = ((member, self[member].evaluation) for member in members)
+        return tuple((member, value) for member, value in said if value is not None)
 
     def common_state(self) -> bytes:
         """Return the hash of the state that most members started from; the smallest in a tie."""

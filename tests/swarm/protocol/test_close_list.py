@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from worlds.collective import one_shard_each
 
-from farflock.swarm.messages import Decided, Key, Offer, Promise, Propose, Reduced
+from farflock.swarm.messages import Decided, Evaluation, Key, Offer, Promise, Propose, Reduced
 from farflock.swarm.protocol.exchange.actions import Fetch
 from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.bundles import (
@@ -53,12 +53,19 @@ def wire_of(close):
 
 
 GOOD = CloseList(items(mask(0, 1), mask(1)), ((0, 1.0), (1, 2.0)), 5)
+EVALUATION = Evaluation(2, 640, 2.5, 0.125, 3.5)
+MEASURED = CloseList(GOOD.items, GOOD.members, 5, STATE, ((0, EVALUATION), (1, EVALUATION)))
 GATHERED = CloseList(items(mask(1), mask(1), first=2), ((1, 2.0),), 5)
+
+
+def evaluated(*values):
+    return msgspec.structs.replace(MEASURED, evaluations=values)
 
 
 def test_sound_lists_pass():
     for close, terms in (
         (GOOD, TERMS),
+        (MEASURED, TERMS),
         (GATHERED, GATHER),
         (CloseList((), (), 5), TERMS),
         (CloseList((), (), 0), GATHER),
@@ -85,6 +92,10 @@ def test_sound_lists_pass():
         (wire_of(CloseList(GOOD.items, ((0, float("nan")), (1, 1.0)), 5)), TERMS),
         (wire_of(CloseList(GOOD.items, ((0, float("inf")), (1, 1.0)), 5)), TERMS),
         (wire_of(CloseList(GOOD.items, ((0, -1.0), (1, 1.0)), 5)), TERMS),
+        (wire_of(evaluated((1, EVALUATION), (0, EVALUATION))), TERMS),
+        (wire_of(evaluated((0, EVALUATION), (0, EVALUATION))), TERMS),
+        (wire_of(evaluated((2, EVALUATION))), TERMS),
+        (wire_of(evaluated((0, Evaluation(2, 640, 2.5, float("nan"))))), TERMS),
         (wire_of(GOOD), GATHER),
         (wire_of(CloseList(GATHERED.items[:1], GATHERED.members, 5)), GATHER),
         (wire_of(CloseList(items(mask(0), mask(0), first=2), ((0, 1.0),), 5)), GATHER),
@@ -133,7 +144,9 @@ def test_the_largest_close_lists_fit_one_value():
     everybody = mask(*range(MAX_MEMBERS))
     bundles = MAX_MEAN_BUNDLES
     rows = tuple(RoundItem(bundle, bytes(32), 2**22, everybody) for bundle in range(bundles))
-    close = CloseList(rows, tuple((member, 1.5) for member in range(MAX_MEMBERS)), 2**62, STATE)
+    weights = tuple((member, 1.5) for member in range(MAX_MEMBERS))
+    said = tuple((member, Evaluation(2**62, 2**62, 1e6, 1e6, 1e6)) for member in range(MAX_MEMBERS))
+    close = CloseList(rows, weights, 2**62, STATE, said)
     assert len(wire_of(close)) <= MAX_VALUE_BYTES
     assert (
         decode_close_list(wire_of(close), RoundTerms("mean", 10**6, 1.0), range(MAX_MEMBERS))

@@ -1,0 +1,67 @@
+"""Members that contribute nothing for some rounds, and said so: nobody waits for their offers.
+
+A member that evaluates the model, or whose save takes long, goes on voting and applying rounds.
+Others heed its word as they heed a suspicion, up to the round from which on it contributes again.
+"""
+
+from collections.abc import Callable, Iterable
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import Away, Key
+from farflock.swarm.peer.context import PeerContext
+
+REPEAT_S = 1.0  # a message may be lost
+REPEATS = 10  # of the word that a member is back
+AHEAD = 32  # rounds: a member that dies meanwhile becomes suspect long before
+
+
+class Absences:
+    """This peer's own absence, as it said it, and those of others, as it heard of them
+    (`context.away`). `is_open` tells whether this peer takes part in a stream."""
+
+    def __init__(self, context: PeerContext, is_open: Callable[[str], bool]) -> None:
+        self._context, self._is_open = context, is_open
+        self._until: dict[str, int] = {}  # by stream
+        self._left = 0  # repeats
+        self._sent_s = 0.0
+
+    def leave(self, nexts: Iterable[tuple[str, int]]) -> None:
+        """Contribute nothing to these streams, whose next rounds these are; call it again as rounds
+        pass."""
+        until = dict(self._until)
+        for stream, number in nexts:
+            if self._until.get(stream, 0) < number + AHEAD // 2:
+                until[stream] = number + AHEAD
+        self._left = -1
+        if until != self._until:
+            self._until = until
+            self._send()
+
+    def come_back(self, nexts: Iterable[tuple[str, int]]) -> None:
+        """Contribute again, from these rounds on."""
+        self._until, self._left = dict(nexts), REPEATS
+        self._send()
+
+    def receive(self, sender: PeerId, incarnation: int, message: Away) -> None:
+        """Handle a member's word."""
+        view, key = self._context.views.newest, message.key
+        if view.index(sender, incarnation) is None or not self._is_open(key.stream):
+            self._context.drop("absence of a stranger")
+            return
+        away = self._context.away
+        for peer, stream in [each for each in away if not view.lists(each[0])]:
+            del away[peer, stream]
+        away[sender, key.stream] = key.round
+
+    def tick(self) -> None:
+        """Repeat what was said."""
+        if self._left and self._context.now() - self._sent_s >= REPEAT_S:
+            self._left -= 1
+            self._send()
+
+    def _send(self) -> None:
+        self._sent_s = self._context.now()
+        for stream, number in self._until.items():
+            for peer in self._context.views.newest.peers:
+                if peer != self._context.me:
+                    self._context.send(peer, Away(Key(stream, number)))

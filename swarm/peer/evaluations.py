@@ -1,0 +1,159 @@
+"""The run's evaluations, as one peer knows them.
+
+A drawn member puts what it measured into its next offer, and the close list of that round repeats
+it to all. A member that makes no offers sends it to the others instead. Values of members that were
+not drawn do not count. Among pairs each member knows only its own.
+"""
+
+import collections
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import (
+    MAX_EVALUATIONS,
+    MAX_SAMPLE_CHARS,
+    Evaluated,
+    Evaluation,
+    EvaluationMessage,
+    EvaluationQuery,
+)
+from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.protocol.evaluation_lot import EvaluationSchedule
+
+KEPT = 64  # values; the oldest rounds are forgotten
+AHEAD = 4  # rounds that a member that measured may be ahead of this one
+
+EvaluationPlace = tuple[int, PeerId]  # the round, and who measured
+
+
+class Evaluations:
+    """One peer's part in the evaluations of its run. `newest` returns the last round of a stream
+    that is known here to be decided."""
+
+    def __init__(self, context: PeerContext, newest: Callable[[str], int]) -> None:
+        self._context, self._newest = context, newest
+        self._schedule: EvaluationSchedule | None = None
+        self._asked: PeerId | None = None
+        self.answered = False  # by the member that a visitor asked
+        self._known: dict[EvaluationPlace, Evaluation] = {}
+        self._sample = (-1, "")  # a text, and the round before whose weights it was written
+        # the places of values that are new here
+        self.fresh: collections.deque[EvaluationPlace] = collections.deque(maxlen=KEPT)
+        context.evaluated = self._decided
+
+    def open(self, schedule: EvaluationSchedule) -> None:
+        """Take part from now on."""
+        self._schedule = schedule
+
+    def look_on(self, member: PeerId) -> None:
+        """Ask a member, and believe it: for a visitor, which knows no schedule."""
+        self._asked = member
+        self._context.send(member, EvaluationQuery())
+
+    def is_mine(self, number: int) -> bool:
+        """Return whether this peer is to evaluate the weights before a round."""
+        return self._context.me in self.drawn(number)
+
+    def drawn(self, number: int) -> tuple[PeerId, ...]:
+        """Return the members that are to evaluate the weights before a round."""
+        schedule = self._schedule
+        return () if schedule is None else schedule.drawn(self._context.views, number)
+
+    @property
+    def known(self) -> Mapping[EvaluationPlace, Evaluation]:
+        """The values that count, in the order of rounds."""
+        return MappingProxyType(dict(sorted(self._known.items())))
+
+    @property
+    def sample(self) -> str:
+        """A text written by the weights of one of the last evaluations; perhaps empty."""
+        return self._sample[1]
+
+    def keep(self, value: Evaluation, sample: str = "") -> None:
+        """Keep a measurement as this peer's own, and tell nobody."""
+        self._take(self._context.me, value)
+        self._take_sample(value, sample)
+
+    def offer(self, value: Evaluation, sample: str = "") -> None:
+        """Put a measurement into the next offer, and send the sample to all members."""
+        assert self._schedule is not None, "no stream is evaluated"
+        self._context.measured[self._schedule.stream] = value
+        self._take_sample(value, sample)
+        if sample:
+            self._tell(value, sample)
+
+    def tell(self, value: Evaluation, sample: str = "") -> None:
+        """Keep a measurement, and send it to all members."""
+        self.keep(value, sample)
+        self._tell(value, sample)
+
+    def receive(self, sender: PeerId, incarnation: int, message: EvaluationMessage) -> None:
+        """Answer a query, or take in a member's word."""
+        if isinstance(message, EvaluationQuery):
+            last = [(peer, value) for (_, peer), value in self.known.items()][-MAX_EVALUATIONS:]
+            self._context.send(sender, Evaluated(tuple(last), self.sample))
+        elif self._asked is not None:
+            self._take_answer(sender, message)
+        elif self._context.views.newest.index(sender, incarnation) is not None:
+            self._take_word(sender, message)
+        else:
+            self._context.drop("evaluation of a stranger")
+
+    def _take_answer(self, sender: PeerId, message: Evaluated) -> None:
+        if sender == self._asked:
+            self.answered = True
+            for peer, value in message.evaluations:
+                self._take(peer, value)
+                self._take_sample(value, message.sample)
+
+    def _take_word(self, sender: PeerId, message: Evaluated) -> None:
+        for peer, value in message.evaluations[:1]:
+            if peer != sender or not self._may_say(sender, value):
+                self._context.drop("evaluation by somebody else")
+                return
+            self._take_sample(value, message.sample)
+            if self._schedule is not None and self._schedule.stage is not None:
+                self._take(sender, value)
+
+    def _decided(self, stream: str, member: PeerId, value: Evaluation) -> None:
+        """Take in a value of a close list."""
+        if member == self._context.me and value == self._context.measured.get(stream):
+            del self._context.measured[stream]
+        schedule = self._schedule
+        if schedule is None or schedule.stream != stream:
+            return
+        if self._may_say(member, value):
+            self._take(member, value)
+        else:
+            self._context.drop("evaluation by somebody else")
+
+    def _may_say(self, member: PeerId, value: Evaluation) -> bool:
+        """Return whether the value is one of a drawn member, for a round that has begun."""
+        schedule = self._schedule
+        if schedule is None:
+            return False
+        last = self._newest(schedule.stream) + AHEAD * schedule.stride
+        return value.round <= last and member in self.drawn(value.round)
+
+    def _take(self, member: PeerId, value: Evaluation) -> None:
+        """Keep a value; of two of one member for one round, the first."""
+        place = value.round, member
+        if place in self._known or (len(self._known) == KEPT and place < min(self._known)):
+            return
+        self._known[place] = value
+        self.fresh.append(place)
+        while len(self._known) > KEPT:
+            del self._known[min(self._known)]
+
+    def _take_sample(self, value: Evaluation, sample: str) -> None:
+        """Keep the text of the newest weights, without what a terminal would obey."""
+        if sample and value.round >= self._sample[0]:
+            shown = (char if char.isprintable() else " " for char in sample[:MAX_SAMPLE_CHARS])
+            self._sample = value.round, "".join(shown)
+
+    def _tell(self, value: Evaluation, sample: str) -> None:
+        word = Evaluated(((self._context.me, value),), sample)
+        for peer in self._context.views.newest.peers:
+            if peer != self._context.me:
+                self._context.send(peer, word)
