@@ -10,7 +10,7 @@ import msgspec
 from generate.page import Words, code, described, page, table
 
 from farflock.experiments.measure.metric import Metric
-from farflock.node.process.status import PartnerStatus, Status, Waiting
+from farflock.node.process.status import EvaluationStatus, PartnerStatus, Status, Waiting
 from farflock.node.state import history
 from farflock.node.train.driver import Apply
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Result
@@ -58,6 +58,7 @@ def make_status() -> str:
     sections = {
         "Fields": described("status", Status.__struct_fields__, heads),
         "partners": described("partner", PartnerStatus.__struct_fields__, heads),
+        "evaluation": described("evaluation", EvaluationStatus.__struct_fields__, heads),
         "waits": described("waiting", Waiting.__struct_fields__, heads),
     }
     example = Status(
@@ -130,7 +131,8 @@ def _statuses() -> tuple[str, ...]:
 
 def _database() -> str:
     return (
-        f"The table `metrics` of `{history.DATABASE}` has a row for each number: `name` (`loss`),"
+        f"The table `metrics` of `{history.DATABASE}` has a row for each number: `name` (`loss`,"
+        " `held_out`),"
         " `step`, `time_s`, `value` (null for NaN), `span` and `count`. The newest"
         f" {history.KEPT:,} steps are kept as they are; older ones become means over"
         f" {history.ROLL} rows, `span` steps long and of `count` values. The file is in WAL mode,"

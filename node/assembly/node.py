@@ -22,6 +22,8 @@ from farflock.node.reporting import Report
 from farflock.node.run.terms import RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import EndBarrier
+from farflock.node.train.evaluation_watch import EvaluationWatch
+from farflock.node.train.evaluator import Evaluator
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import Spool, StateSync
 from farflock.node.train.task import LanguageModelTask, Train
@@ -56,6 +58,7 @@ class ReplicaNode:
     loop: Loop
     training_task: SampledTask
     role: str = "replica"
+    evaluator: Evaluator | None = None  # None: the run is not evaluated here
     # set by `run` if the method is exact
     together: EndBarrier | None = field(default=None, init=False)
 
@@ -80,6 +83,11 @@ class ReplicaNode:
         return self.loop.losses.last
 
     @property
+    def watch(self) -> EvaluationWatch | None:
+        """The evaluations of the run, as far as this node knows."""
+        return None if self.evaluator is None else self.evaluator.watch
+
+    @property
     def work(self) -> dict[str, int]:
         """Counters of work other than steps; a whole replica has none."""
         return {}
@@ -101,6 +109,8 @@ class ReplicaNode:
         """Train; if the method is exact, end when all peers have ended with the same state."""
         exact = self.loop.driver.method.equality == "exact"
         self.together = EndBarrier(self.peer, self.loop.driver, self.state_sync) if exact else None
+        if self.evaluator is not None:
+            await self.evaluator.between_steps()  # before the first step
         await self.loop.run(total_tokens, barrier=self.together)
 
     def found(self) -> None:

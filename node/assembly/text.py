@@ -11,6 +11,7 @@ from farflock.node.data.samples import FolderShards, Text
 from farflock.node.errors import RefusedByRun
 from farflock.node.model.corpus import Corpus, load_corpus
 from farflock.node.model.data import Start, TrainingText
+from farflock.node.model.evaluation import HeldOut
 from farflock.node.run.data_section import DataSection, tokenizer_of
 from farflock.node.tokens.tokenizer import TokenIds, Tokenizer, long_text_ids
 
@@ -50,11 +51,13 @@ class PreparedText(NamedTuple):
 
 
 class NodeText(NamedTuple):
-    """The tokens that a node trains on, their tokenizer, and where this life begins in them."""
+    """The tokens that a node trains on, their tokenizer, where this life begins in them, and what
+    the run is evaluated on (None: it is not)."""
 
     tokenizer: Tokenizer
     tokens: TrainingText
     start: Start = Start()
+    held_out: HeldOut | None = None
 
 
 def text_of(data: DataSection, folders: Sequence[Path] = ()) -> RunText | PreparedText:

@@ -179,6 +179,7 @@ def _numbers(status: Status) -> dict[str, str]:
         "step": f"{status.step:,}",
         "work": ", ".join(f"{count:,} {name}" for name, count in status.work.items()),
         "loss": "" if status.loss is None else f"{status.loss:.3f}",
+        "held out": "" if status.evaluation is None else status.evaluation.said(),
         "pace": pace,
         "round": "" if status.last_round is None else f"{status.last_round} ({applied})",
         "run": words.several(len(status.members), "member"),
@@ -219,6 +220,7 @@ def node_table(title: str, seen: Seen, news: _News) -> "RenderableType":
         _bar(status.tokens / status.total_tokens, status.total_tokens),
         numbers,
         *([members] if status.partners else []),
+        *map(Text, [] if status.evaluation is None else status.evaluation.remarks()),
         *(Text(line, style="cyan") for line in _waits(status)),
         *(Text(line, style="yellow") for line in news.lines),
     )

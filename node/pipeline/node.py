@@ -34,6 +34,7 @@ from farflock.node.run.composition import steps_of
 from farflock.node.run.policies import lane_of, policy_of, shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
+from farflock.node.train.evaluation_watch import EvaluationWatch
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange
@@ -200,6 +201,11 @@ class PipelineNode:
         if self.trainer is not None:
             return self.trainer.commits.recent_loss
         return self.serving.loop.losses.last if self.serving is not None else None
+
+    @property
+    def watch(self) -> EvaluationWatch | None:
+        """The evaluations of the run, as far as this node knows."""
+        return None
 
     @property
     def work(self) -> dict[str, int]:

@@ -12,9 +12,11 @@ from pathlib import Path
 import msgspec
 
 from farflock.node.process.network import MachineOptions, identity_of, learn_run, network
+from farflock.node.process.status import EvaluationStatus, watched
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.paths import RunFolder
+from farflock.node.train.evaluation_watch import EvaluationWatch
 from farflock.swarm.links import Links
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import unseal
@@ -35,12 +37,13 @@ class MemberInspection(msgspec.Struct, frozen=True):
 
 class RunInspection(msgspec.Struct, frozen=True):
     """The facts about a run that are visible from outside. `branch` names the newest view's
-    branch; None is the main line."""
+    branch; None is the main line. `evaluation` is what one member says of the newest one."""
 
     manifest: Manifest
     view: int
     branch: str | None
     members: tuple[MemberInspection, ...]
+    evaluation: EvaluationStatus | None = None
 
 
 async def fetch_manifest(machine: MachineOptions, invite: Invite, timeout_s: float) -> Manifest:
@@ -71,7 +74,8 @@ async def inspect_run(machine: MachineOptions, invite: Invite, timeout_s: float)
             async with peer.running():
                 await peer.meet(records, timeout_s)
                 await _heard(peer, links)
-                return _sight(peer, links, manifest)
+                sight = _sight(peer, links, manifest)
+                return msgspec.structs.replace(sight, evaluation=await _evaluation(peer, sight))
 
 
 def _throwaway(machine: MachineOptions, folder: str) -> MachineOptions:
@@ -85,6 +89,16 @@ async def _heard(peer: Peer, links: Links) -> None:
         if all(links.life(member) == "alive" for member in peer.context.views.newest.peers):
             return
         await asyncio.sleep(POLL_S)
+
+
+async def _evaluation(peer: Peer, sight: RunInspection) -> EvaluationStatus | None:
+    """Return what a member that answers says of the newest evaluation; None if it says nothing."""
+    ends_s = time.monotonic() + ANSWER_TIMEOUT_S
+    for member in [member for member in sight.members if member.answers][:1]:
+        peer.evaluations.look_on(member.peer)
+        while time.monotonic() < ends_s and not peer.evaluations.answered:  # noqa: ASYNC110 - brief
+            await asyncio.sleep(POLL_S)
+    return watched(EvaluationWatch(peer.evaluations, lambda kind, fields: None))
 
 
 def _sight(peer: Peer, links: Links, manifest: Manifest) -> RunInspection:

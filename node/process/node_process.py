@@ -45,7 +45,7 @@ from farflock.node.process.replica_role import replica_of
 from farflock.node.process.room import fitted, with_room
 from farflock.node.process.run_text import fetch_text, lend_tokenizer, load_text
 from farflock.node.process.sample_keeper import founders_start, joiners_start
-from farflock.node.process.status import PartnerStatus, Status, Waiting
+from farflock.node.process.status import PartnerStatus, Status, Waiting, watched
 from farflock.node.process.torchrun import unless_lost
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
@@ -248,6 +248,7 @@ def status_of(
         role=part.role,
         work=part.work,
         exchanges=exchanges_of(part),
+        evaluation=watched(part.watch),
     )
 
 
@@ -329,7 +330,7 @@ async def _found(
     weights = weights_of(machine, manifest, begins=saved is None)
     machine = await fitted(machine, manifest, Failure)
     start = founders_start(machine.folder.path, manifest, run, saved)
-    text = await load_text(manifest.data, machine.data, start)
+    text = await load_text(manifest, machine.data, start)
     async with network(machine, identity, run, ()) as (directory, links):
         peer = _peer(machine, manifest, run, identity, directory, links, stage)
         node = _node(
@@ -417,7 +418,7 @@ async def _join(
         machine = await fitted(machine, manifest, RefusedByRun)
         pipeline = manifest.pipeline_plan()
         start = joiners_start(machine.folder.path, manifest, invite.run, saved)
-        text = await load_text(manifest.data, machine.data, start)
+        text = await load_text(manifest, machine.data, start)
         stage, trains = EVERY if pipeline is None else NOTHING, True
         peer = _peer(machine, manifest, invite.run, identity, directory, links, stage)
         async with peer.running():

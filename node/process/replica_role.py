@@ -14,6 +14,9 @@ from farflock.node.reporting import Report
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.sample_position import SamplePosition
+from farflock.node.train.absence import STALL_S, Absence
+from farflock.node.train.evaluator import Evaluator
+from farflock.node.train.model_meter import ModelMeter
 from farflock.node.train.state_sync import Spool
 from farflock.optimizers.parts.spread import spread_over
 from farflock.swarm.compute import Worker
@@ -52,6 +55,10 @@ def replica_of(
         weights=weights,
         start=text.start,
     )
+
+    def is_over() -> bool:
+        return node.loop.driver.position.agreed_tokens >= manifest.run.total_tokens
+
     accumulate, batches = manifest.train.accumulate, node.training_task.batches
     position = SamplePosition(machine.folder.path, run)
     keep_samples(node, SampleKeeper(position, batches, Worker("samples")), accumulate)
@@ -66,5 +73,15 @@ def replica_of(
         tokenizer=text.tokenizer,
         cursor=lambda step: batches.cursor(step * accumulate),
     )
-    node.loop.pause = with_brake(keeper.pause, lambda: node.stopping)
+    if text.held_out is not None and node.loop.driver.streams and shared is None:
+        meter = ModelMeter(node.model, text.held_out, text.tokenizer)
+        node.evaluator = Evaluator(peer, node.loop, meter, manifest.evaluation.every, is_over)
+    absence = Absence(peer, node.loop)
+
+    async def pause() -> None:
+        await absence.during(keeper.pause(), STALL_S)
+        if node.evaluator is not None:
+            await node.evaluator.between_steps()
+
+    node.loop.pause = with_brake(pause, lambda: node.stopping)
     return node, keeper

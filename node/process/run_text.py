@@ -2,16 +2,26 @@
 what it fetches, and what it lends to others.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from farflock.node.assembly.text import NodeText, prepared_folders, text_of
+from farflock.node.assembly.text import (
+    NodeText,
+    PreparedText,
+    RunText,
+    prepared_folders,
+    text_of,
+)
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.corpus import SHIPPED
-from farflock.node.model.data import Start
+from farflock.node.model.data import BadData, Start
+from farflock.node.model.evaluation import HeldOut, held_out_of
 from farflock.node.run.data_section import DataSection
+from farflock.node.run.manifest import Manifest
 from farflock.node.state.tokenizer_cache import cached_tokenizer, keep_tokenizer
 from farflock.node.tokens.json_tokenizer import JsonTokenizer, file_chunks
+from farflock.node.tokens.token_bytes import bytes_of_tokens
 from farflock.node.tokens.tokenizer import BYTES, Tokenizer
 from farflock.swarm.chunk_store import Store, digest_of
 from farflock.swarm.compute import Worker
@@ -19,6 +29,8 @@ from farflock.swarm.links import Links, PeerId
 from farflock.swarm.peer.bootstrap import fetch_chunk
 
 CHUNK_TIMEOUT_S = 120.0  # for each chunk of a tokenizer's file
+
+log = logging.getLogger(__name__)
 
 
 def require_corpus(data: DataSection, folders: Sequence[Path] = ()) -> None:
@@ -75,19 +87,34 @@ async def fetch_tokenizer(
 
 
 async def load_text(
-    data: DataSection, folders: Sequence[Path] = (), start: Start | None = None
+    manifest: Manifest, folders: Sequence[Path] = (), start: Start | None = None
 ) -> NodeText:
     """Return the run's text as tokens, which a thread reads: it may be long."""
 
     def loaded() -> NodeText:
-        text = text_of(data, folders)
-        return NodeText(text.tokenizer, text.train(), start or Start())
+        text = text_of(manifest.data, folders)
+        held_out = _held_out(manifest, text)
+        return NodeText(text.tokenizer, text.train(), start or Start(), held_out)
 
     reader = Worker("text")
     try:
         return await reader(loaded)
     finally:
         reader.close()
+
+
+def _held_out(manifest: Manifest, text: RunText | PreparedText) -> HeldOut | None:
+    """Return the sequences that a run is evaluated on; None if it is not, or if there is too little
+    text."""
+    terms = manifest.evaluation
+    if not terms.every:
+        return None
+    lengths = bytes_of_tokens(text.tokenizer)
+    try:
+        return held_out_of(text.held_out(), manifest.train.seq, terms.sequences, lengths)
+    except BadData as error:
+        log.warning("this node cannot evaluate the run: %s", error)
+        return None
 
 
 def lend_tokenizer(store: Store, tokenizer: Tokenizer) -> None:

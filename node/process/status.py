@@ -10,6 +10,8 @@ from collections.abc import Mapping
 import msgspec
 import psutil
 
+from farflock.node.train.evaluation_watch import EvaluationWatch
+
 
 class PartnerStatus(msgspec.Struct, frozen=True):
     """Another member, as this node sees it."""
@@ -38,6 +40,43 @@ class Waiting(msgspec.Struct, frozen=True):
             else f"{-self.left_s:.0f} s late; training continues"
         )
         return f"{whom} ({self.stream}, round {self.round}, {left})"
+
+
+class EvaluationStatus(msgspec.Struct, frozen=True):
+    """The newest evaluation, of the weights before round `round`, by a member. The loss (None:
+    it was not finite) and its standard error are in nats a token, `tokens` the run's by then;
+    `own` is true among pairs, where each member has weights, and values, of its own. `sample` is a
+    text that evaluated weights wrote, and `difference` says which two members' values differ."""
+
+    round: int
+    by: str
+    loss: float | None
+    standard_error: float
+    bits_per_byte: float | None
+    tokens: int
+    own: bool = False
+    sample: str = ""
+    difference: str = ""
+
+    def said(self) -> str:
+        """Return the value, its round and its member, as a phrase."""
+        if self.loss is None:
+            value = "not finite"
+        else:
+            value = f"{self.loss:.3f} ± {self.standard_error:.3f} nats a token"
+        if self.bits_per_byte is not None:
+            value += f", {self.bits_per_byte:.3f} bits a byte"
+        whose = f"this node's own weights, by {self.by[-8:]}" if self.own else f"by {self.by[-8:]}"
+        return f"{value} (before round {self.round}, {whose})"
+
+    def remarks(self) -> list[str]:
+        """Return what else there is to say, line by line."""
+        sample = f"the weights write: {self.sample}" if self.sample else ""
+        return [line for line in (self.difference, sample) if line]
+
+    def lines(self) -> list[str]:
+        """Return all of it, line by line."""
+        return [f"held-out loss: {self.said()}", *self.remarks()]
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -72,6 +111,22 @@ class Status(msgspec.Struct, frozen=True):
     role: str = "replica"
     work: dict[str, int] = {}
     exchanges: str = ""
+    evaluation: EvaluationStatus | None = None
+
+
+def watched(watch: EvaluationWatch | None) -> EvaluationStatus | None:
+    """Return what a node knows of the newest evaluation; None if it knows of none."""
+    newest = None if watch is None else watch.newest
+    if watch is None or newest is None:
+        return None
+    member, value = newest
+    return EvaluationStatus(
+        **msgspec.structs.asdict(value),
+        by=member,
+        own=watch.alone,
+        sample=watch.evaluations.sample,
+        difference=watch.difference,
+    )
 
 
 def read_status(path: "os.PathLike[str]") -> Status:

@@ -23,6 +23,7 @@ from farflock.node.run.data_section import (
     require_text,
     require_tokenizer,
 )
+from farflock.node.run.evaluation_section import EvaluationSection
 from farflock.node.run.fit import require_inner, require_layers, require_members
 from farflock.node.run.model_section import (
     FROM,
@@ -126,6 +127,7 @@ class Manifest(Section, frozen=True, kw_only=True):
     train: TrainSection
     method: MethodSection = MethodSection()
     exchange: ExchangeSection = ExchangeSection()
+    evaluation: EvaluationSection = EvaluationSection()
     trust: TrustSection = TrustSection()
     pipeline: PipelineSection | None = None  # None: whole models
 

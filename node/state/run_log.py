@@ -38,6 +38,11 @@ class RunRecorder:
                 self._history.metrics(int(str(fields["step"])), loss=float(str(fields["loss"])))
             case "round":
                 self._round(fields)
+            case "evaluation":
+                self._history.event(kind, **fields)
+                if fields["loss"] is not None:
+                    loss, step = float(str(fields["loss"])), int(str(fields["step"]))
+                    self._history.metrics(step, held_out=loss)
             case _:
                 self._history.event(kind, **fields)
 

@@ -97,7 +97,8 @@ class Nodes:
         return [json.loads(line) for line in lines]
 
     def kinds(self, name: str):
-        return [event["kind"] for event in self.events(name) if event["kind"] != "round"]
+        passed = ("round", "evaluation")
+        return [event["kind"] for event in self.events(name) if event["kind"] not in passed]
 
     def model(self, name: str) -> bytes:
         newest = max(

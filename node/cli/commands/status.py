@@ -77,8 +77,8 @@ def _look(out: Output, word: str, folder: Path | None) -> int:
         "manifest": text,
         "hash": sight.manifest.hash(),
     }
-    said = msgspec.to_builtins((sight.view, sight.branch, sight.members))
-    facts |= dict(zip(("view", "branch", "members"), said, strict=True))
+    said = msgspec.to_builtins((sight.view, sight.branch, sight.members, sight.evaluation))
+    facts |= dict(zip(("view", "branch", "members", "evaluation"), said, strict=True))
     out.result(facts, _seen(invite.run, sight))
     return 0
 
@@ -91,6 +91,8 @@ def _seen(run: str, sight: "RunInspection") -> str:
         f" {manifest.run.total_tokens:,} tokens",
         f"members: {len(sight.members)}, answering: {here} (view {sight.view}{branch})",
     ]
+    if sight.evaluation is not None:
+        lines += sight.evaluation.lines()
     for member in sight.members:
         how = "does not answer" if not member.answers else _ms(member.rtt_ms) or "answers"
         where = member.addresses[0] if member.addresses else "accepts no connections"
@@ -120,6 +122,8 @@ def _text(status: Status, lives: bool) -> str:
         + ("" if status.is_member else " (this node is not a member yet)"),
         f"sent {status.sent_bytes:,} bytes, received {status.received_bytes:,}",
     ]
+    if status.evaluation is not None:
+        lines += status.evaluation.lines()
     if status.exchanges:
         lines.append(f"outer state and exchanges: {status.exchanges}")
     if status.branch is not None:

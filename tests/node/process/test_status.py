@@ -7,11 +7,13 @@ import logging
 import os
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from farflock.node.process import node_process as module
 from farflock.node.process.node_process import PACE_SAMPLES, StatusWriter
 from farflock.node.process.status import Waiting, read_status
+from farflock.swarm.messages import Evaluation
 from farflock.swarm.protocol.views import Member, View
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -36,7 +38,7 @@ class Links:
 NEWCOMER = "counts as a member from the next change of members (within 30 s)"
 
 
-def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="replica"):
+def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="replica", watch=None):
     """A node as far as its status is concerned."""
     port = SimpleNamespace(
         views=SimpleNamespace(
@@ -54,6 +56,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
     part = SimpleNamespace(
         peer=peer,
         role=role,
+        watch=watch,
         step=0,
         tokens=128,
         trained_tokens=0,
@@ -84,6 +87,27 @@ def test_a_status_can_be_read_back_and_names_the_peers_that_are_waited_for(tmp_p
     assert status.dropped == {"x": 1, "queue full": 2}
     assert (status.rounds, status.last_round, status.doing) == ({"ok": 4}, 3, "trains")
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_it_has_the_newest_evaluation_with_its_member_and_a_sample(tmp_path):
+    value = Evaluation(20, 640, 2.5, 0.125, 3.25)
+    watch = SimpleNamespace(
+        newest=("12D3KooWabcdefgh", value),
+        alone=False,
+        evaluations=SimpleNamespace(sample="The king"),
+        difference="",
+    )
+    StatusWriter(node_in(tmp_path, watch=watch)).write()
+    found = read_status(tmp_path / "status.json").evaluation
+    assert found.lines() == [
+        "held-out loss: 2.500 ± 0.125 nats a token, 3.250 bits a byte"
+        " (before round 20, by abcdefgh)",
+        "the weights write: The king",
+    ]
+    own = msgspec.structs.replace(found, own=True, loss=None, bits_per_byte=None)
+    assert own.said() == "not finite (before round 20, this node's own weights, by abcdefgh)"
+    watch.newest = None
+    assert StatusWriter(node_in(tmp_path, watch=watch)).write().evaluation is None
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,10 @@ view_s = 30.0
 branch_after_s = 600.0
 start_peers = 1
 
+[evaluation]
+every = 10
+sequences = 256
+
 [trust]
 level = "trusted"
 """

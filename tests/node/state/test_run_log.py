@@ -103,3 +103,13 @@ def test_what_cannot_be_written_is_said_once_and_ends_nothing(history, tmp_path,
     assert [event["round"] for event in history.events()] == [3]
     # nothing that was sent is lost from the books
     assert [entry["sent_bytes"] for entry in history.receipts()] == [30]
+
+
+def test_an_evaluation_is_an_event_and_its_loss_a_metric_of_the_nodes_own_step(history):
+    journal = RunRecorder(history, Links().total_bytes)
+    fields = {"step": 7, "round": 20, "by": "a", "loss": 2.5, "standard_error": 0.1}
+    journal.report("evaluation", fields)
+    journal.report("evaluation", {**fields, "step": 9, "loss": None})
+    assert [event["loss"] for event in history.events()] == [2.5, None]
+    history.flush()
+    assert history.last()["held_out"] == (7, 2.5)

@@ -1,0 +1,118 @@
+"""Evaluations of runs of whole models in virtual time: drawn members measure, all know the same
+values, and a liar is seen whenever a second member was drawn."""
+
+import asyncio
+import logging
+
+import pytest
+from worlds.evaluated_run import evaluated
+from worlds.waiting import until
+
+from farflock.node.model.evaluation import LossEstimate
+from farflock.node.train.evaluator import Measured, evaluation_of
+from farflock.swarm.protocol import evaluation_lot
+
+
+async def settled(run, count):
+    """Wait until all nodes know of so many evaluated rounds."""
+    await until(
+        lambda: all(len({at for at, _ in node.known}) >= count for node in run.nodes),
+        200,
+        f"{count} evaluations",
+    )
+    await asyncio.sleep(1)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("diloco", {}), ("ddp", {}), ("streaming", {"period": 6, "fragments": 2})],
+)
+def test_all_members_know_the_same_values_each_by_a_drawn_member(method, options):
+    @evaluated(3, method, **options)
+    async def main(run):
+        await settled(run, 4)
+        known = [node.known for node in run.nodes]
+        rounds = set.intersection(*({at for at, _ in each} for each in known))
+        assert len(rounds) >= 3
+        for node in run.nodes[1:]:
+            mine = {place: value for place, value in node.known.items() if place[0] in rounds}
+            others = {p: v for p, v in run.nodes[0].known.items() if p[0] in rounds}
+            assert mine == others
+        for at, peer in run.nodes[0].known:
+            assert peer in run.nodes[0].peer.evaluations.drawn(at)
+        assert len({peer for _, peer in run.nodes[0].known}) > 1, "each has its turn"
+        assert run.nodes[0].evaluations[0]["step"] >= 0
+        assert all(node.peer.evaluations.sample == "a text" for node in run.nodes)
+
+    main()
+
+
+@evaluated(1)
+async def test_the_weights_before_the_first_step_are_evaluated_and_known_with_round_0(run):
+    (node,) = run.nodes
+    await until(lambda: node.evaluations, 20, "the first value")
+    assert node.meter.copies >= 1
+    assert node.evaluations[0]["round"] == 0
+    assert (node.evaluations[0]["loss"], node.evaluations[0]["tokens"]) == (1.0, 0)
+    await until(lambda: len(node.evaluations) > 2, 60, "later ones")
+    assert [each["round"] for each in node.evaluations[:3]] == [0, 4, 8]
+    assert node.evaluator.watch.newest[1].round >= 8
+
+
+def test_a_liar_is_seen_with_both_names_when_a_second_member_was_drawn(monkeypatch, caplog):
+    monkeypatch.setattr(evaluation_lot, "REPEATED", 1)
+
+    @evaluated(2)
+    async def main(run):
+        run.nodes[1].meter.lie = -0.4
+        with caplog.at_level(logging.WARNING):
+            await until(lambda: run.nodes[0].evaluator.watch.difference, 100, "the difference")
+        said = run.nodes[0].evaluator.watch.difference
+        assert all(node.id in said for node in run.nodes)
+        assert said in caplog.messages
+        assert "difference" in {kind for _, kind, _ in run.nodes[0].events}
+
+    main()
+
+
+def test_honest_members_differ_by_rounding_alone_and_nobody_says_a_word(monkeypatch):
+    monkeypatch.setattr(evaluation_lot, "REPEATED", 1)
+
+    @evaluated(2)
+    async def main(run):
+        run.nodes[1].meter.lie = 1e-5
+        await settled(run, 4)
+        pairs = [at for at, _ in run.nodes[0].known if at]
+        assert len(pairs) > len(set(pairs)), "two measured"
+        assert not any(node.evaluator.watch.difference for node in run.nodes)
+
+    main()
+
+
+@evaluated(4, "noloco", period=4)
+async def test_among_pairs_each_knows_its_own_value_alone_and_says_so(run):
+    await until(lambda: sum(len(node.known) for node in run.nodes) > 4, 200, "some values")
+    for node in run.nodes:
+        assert {peer for _, peer in node.known} <= {node.id}
+        assert all(fields["own"] for fields in node.evaluations)
+
+
+@evaluated(1)
+async def test_an_evaluation_stops_with_its_run(run):
+    (node,) = run.nodes
+    await until(lambda: node.known, 20, "the first value")
+    node.evaluator.is_over = lambda: True
+    before, copies = max(node.known)[0], node.meter.copies
+    await until(lambda: node.meter.copies >= copies + 3, 60, "three more, halted")
+    assert max(node.known)[0] <= before + 4
+
+
+@pytest.mark.parametrize("mean", [float("nan"), float("inf"), 1e7])
+def test_a_loss_that_is_no_finite_number_is_said_to_be_none(mean):
+    value = evaluation_of(3, 5, Measured(LossEstimate(mean, 0.1, 2), mean))
+    assert (value.loss, value.bits_per_byte) == (None, None)
+
+
+def test_the_standard_error_of_one_sequence_is_not_said():
+    value = evaluation_of(3, 5, Measured(LossEstimate(2.0, float("inf"), 1), 1.0))
+    assert (value.loss, value.standard_error, value.bits_per_byte) == (2.0, 0.0, 1.0)
