@@ -124,7 +124,7 @@ def _rows_of(file: SourceFile, field: str) -> Iterator[DocumentPart]:
     try:
         for number, row in enumerate(read_rows(file, field), 1):
             if row.text is None:
-                fault = f"{file.path}, row {number:,}: it has no text, or no UTF-8; correct the row"
+                fault = f"{file.path}, row {number:,}: {row.fault}"
                 yield DocumentPart(b"", 0, row.read_bytes, fault)
                 continue
             for place, raw in enumerate(cut_parts([row.text])):

@@ -1,7 +1,8 @@
 """The texts in a column of a table: Parquet, or the Arrow files in a folder of `datasets`.
 
 `Dataset.save_to_disk` writes streams of Arrow, and Feather is a file of Arrow; both end in .arrow.
-They are read a batch of rows at a time by pyarrow, which the extra `data` brings.
+They are read a batch of rows at a time by pyarrow, which the extra `data` brings. A page of Parquet
+and a compressed batch of Arrow are in memory as a whole, however large their writer made them.
 """
 
 import contextlib
@@ -14,8 +15,10 @@ from farflock.node.errors import Usage
 
 if TYPE_CHECKING:
     import pyarrow
+    from pyarrow.parquet import ParquetFile
 
-BATCH_ROWS = 64
+MAX_CELL_BYTES = 64 << 20
+BATCH_ROWS, BATCH_BYTES = 64, 64 << 20  # at most; a batch with longer texts has fewer rows
 _FILE_MARK = b"ARROW1"
 
 
@@ -24,10 +27,11 @@ class BadTable(ValueError):
 
 
 class TableRow(NamedTuple):
-    """A row's text, None if it has none or no UTF-8, and how far the file is read."""
+    """A row's text, and how far the file is read; or, without a text, what is wrong."""
 
     text: bytes | None
     read_bytes: int
+    fault: str = ""
 
 
 def require_reader(path: str) -> None:
@@ -47,7 +51,7 @@ def read_rows(file: SourceFile, field: str) -> Iterator[TableRow]:
     try:
         for array, read_bytes in _batches(file, field):
             for scalar in array:
-                yield TableRow(_utf8(scalar.as_py()), read_bytes)
+                yield _row(scalar, read_bytes)
             rows += len(array)
     except (pyarrow.ArrowException, OSError) as error:
         why = str(error).partition("\n")[0]
@@ -63,7 +67,7 @@ def _batches(file: SourceFile, field: str) -> "Iterator[tuple[pyarrow.Array, int
             table = stack.enter_context(ParquetFile(file.path))
             _require_column(table.schema_arrow, field)
             rows, done = max(1, table.metadata.num_rows), 0
-            for batch in table.iter_batches(BATCH_ROWS, columns=[field]):
+            for batch in table.iter_batches(rows_at_once(table, field), columns=[field]):
                 done += len(batch)
                 yield _column(batch, field), done * file.size // rows
             return
@@ -79,6 +83,17 @@ def _batches(file: SourceFile, field: str) -> "Iterator[tuple[pyarrow.Array, int
         _require_column(saved.schema, field)
         for batch in batches:
             yield _column(batch, field), min(raw.tell(), file.size)
+
+
+def rows_at_once(table: "ParquetFile", field: str) -> int:
+    """Return how many rows of average length are a batch."""
+    groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    column_bytes: int = sum(
+        column.total_uncompressed_size for column in columns if column.path_in_schema == field
+    )
+    rows: int = table.metadata.num_rows
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(1, column_bytes)))
 
 
 def _require_column(schema: "pyarrow.Schema", field: str) -> None:
@@ -116,9 +131,16 @@ def _column(batch: "pyarrow.RecordBatch", field: str) -> "pyarrow.Array":
     )  # what is no UTF-8 is no error, but a row without text
 
 
-def _utf8(raw: bytes | None) -> bytes | None:
-    with contextlib.suppress(UnicodeDecodeError):
-        if raw is not None:
-            raw.decode()
-            return raw
-    return None
+def _row(scalar: "pyarrow.LargeBinaryScalar", read_bytes: int) -> TableRow:
+    raw = scalar.as_buffer()
+    if raw is None:
+        return TableRow(None, read_bytes, "it has no text; correct the row")
+    if raw.size > MAX_CELL_BYTES:
+        fault = f"its text is longer than {MAX_CELL_BYTES >> 20} MiB; cut the document"
+        return TableRow(None, read_bytes, fault)
+    text = raw.to_pybytes()
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return TableRow(None, read_bytes, "its text is no UTF-8; correct the row")
+    return TableRow(text, read_bytes)

@@ -61,7 +61,7 @@ def test_each_row_is_a_document_and_a_long_one_is_cut(table, tmp_path, name):
     others = [part.raw.decode() for part in parts if part.raw and part not in long]
     assert others == [text for text in TEXTS if text and len(text) < 99]
     [fault] = [part.fault for part in parts if part.fault]
-    assert fault == f"{tmp_path / name}, row 3: it has no text, or no UTF-8; correct the row"
+    assert fault == f"{tmp_path / name}, row 3: it has no text; correct the row"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,7 +101,27 @@ def test_what_is_no_utf_8_is_a_fault_of_its_row(arrow, tmp_path):
     text = arrow.Array.from_buffers(arrow.string(), 3, raw.buffers())
     parts = read(saved(arrow.table({"text": text}), tmp_path / "a.arrow"))
     assert [part.raw for part in parts] == [b"good", b"", b"fine"]
-    assert "row 2: it has no text, or no UTF-8" in parts[1].fault
+    assert "row 2: its text is no UTF-8" in parts[1].fault
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_that_is_too_long_is_a_fault_of_its_row(arrow, tmp_path, name, monkeypatch):
+    monkeypatch.setattr(tables, "MAX_CELL_BYTES", 1 << 20)
+    parts = read(saved(arrow.table({"text": ["a", "b" * (1 << 21), "c"]}), tmp_path / name))
+    assert [part.raw for part in parts] == [b"a", b"", b"c"]
+    assert "row 2: its text is longer than 1 MiB; cut the document" in parts[1].fault
+
+
+def test_long_texts_of_a_column_are_read_a_few_at_a_time(arrow, tmp_path, monkeypatch):
+    from pyarrow.parquet import ParquetFile
+
+    texts = [f"{number} " * 4000 for number in range(10, 50)]
+    path = saved(arrow.table({"id": range(40), "text": texts}), tmp_path / "a.parquet")
+    monkeypatch.setattr(tables, "BATCH_BYTES", 25_000)
+    with ParquetFile(path) as table:
+        assert tables.rows_at_once(table, "id") == tables.BATCH_ROWS
+        assert tables.rows_at_once(table, "text") == 2
+    assert len(read(path)) == 40
 
 
 def test_the_root_is_that_of_the_same_texts_in_lines(table, tmp_path):
