@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-TUTORIALS = ("volunteer", "coordinator", "researcher")
+TUTORIALS = ("volunteer", "coordinator", "researcher", "afternoon")
 PAGES = [DOCS / "index.md", *sorted(DOCS.glob("tutorials/*.md")), *sorted(DOCS.glob("how-to/*.md"))]
 STEP = re.compile(r"(?:`([\w.-]+)`:\n\n)?```(\w+)\n(.*?)^```$", re.M | re.S)
 COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.M)
