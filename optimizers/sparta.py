@@ -101,7 +101,8 @@ class Mixing:
         for name, _, at in _cut(replica, places):
             theta = replica.read([name], "param")[name].reshape(-1)
             chosen.append(theta[at.to(theta.device)])
-        values = torch.cat(chosen)
+        # A small model may have no value at any of these places.
+        values = torch.cat(chosen) if chosen else replica.allocate((0,))
         missing = len(places) - len(values)  # the last place, if there is no value
         self.pending, self.since = True, 0
         return [self._exchange(self.round, torch.nn.functional.pad(values, (0, missing)))]

@@ -50,10 +50,11 @@ class NodeRig:
     def decoded(
         self, codec_name: str, tensors: Tensors, round_number: int, seed: int
     ) -> dict[str, Tensor]:
-        """Return the tensors after a pass through a codec, cut into shards as a node cuts them."""
+        """Return the tensors after a pass through a codec, cut and encoded as a node does it."""
         shapes = {key: tuple(x.shape) for key, x in tensors.items()}
         cut = ShardLayout.of(shapes, codec(codec_name), seed)
-        payloads = [cut.encode(index, round_number, tensors) for index in range(len(cut.shards))]
+        runs = [cut.encode_run(run, round_number, tensors) for run in cut.runs]
+        payloads = [payload for run in runs for payload in run]
         return dict(decode_all(cut, round_number, payloads, shapes))
 
     def chance(self) -> bytes:

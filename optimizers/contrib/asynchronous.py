@@ -323,7 +323,10 @@ class Async(OuterMethod):
 
     def _exchange(self, message: Tensors) -> Exchange:
         says = {"staleness": float(self._version - self._pulled), "speed": self._speed}
-        tensors = {what: torch.tensor([value], dtype=torch.float32) for what, value in says.items()}
+        like = next(iter(message.values()))  # which may be on a device
+        tensors = {
+            what: like.new_tensor([value], dtype=torch.float32) for what, value in says.items()
+        }
         tensors |= {f"delta.{name}": x for name, x in message.items()}
         key, codec, wait = ExchangeKey(STREAM, self._book.number), self.codec, self.deadline_s
         return Exchange(

@@ -221,7 +221,8 @@ def nadam(
     """Return the correction of `nesterov` in Adam's metric, as in AsyncPP's code.
 
     It is NAdam with decoupled decay, momentum decay 0.004 and a first beta of 0.99. Its look-ahead
-    is in the step, and a new gradient counts (1-mu) as above."""
+    is in the step, and a new gradient counts (1-mu) as above. Deviation: the second beta is 0.95,
+    where that code has 0.999. A manifest's `nadam` has the betas of its `train.betas`."""
     return torch.optim.NAdam(
         groups, lr=rate, betas=betas, eps=eps, momentum_decay=4e-3, decoupled_weight_decay=True
     )

@@ -89,6 +89,7 @@ def make_portable(inner: torch.optim.Optimizer) -> None:
     for plain, portable in ((torch.optim.AdamW, PortableAdamW), (torch.optim.SGD, PortableSGD)):
         if type(inner) is plain:
             inner.__class__ = portable  # which differs in its step alone
+            inner._patch_step_function()  # for hooks; torch does it when it makes an optimizer
 
 
 def is_portable(inner: torch.optim.Optimizer) -> bool:

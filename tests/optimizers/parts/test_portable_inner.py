@@ -130,6 +130,20 @@ def test_options_of_torchs_own_are_left_to_torch():
     assert type(other) is torch.optim.Adagrad
 
 
+@each_kind
+@pytest.mark.parametrize("loaded", [False, True], ids=["new", "loaded"])
+def test_hooks_are_called_once_a_step(kind, loaded):
+    parameters, called = weights(), []
+    optimizer = KINDS[kind](parameters)
+    optimizer.register_step_pre_hook(lambda *given: called.append("before"))
+    make_portable(optimizer)
+    optimizer.register_step_post_hook(lambda *given: called.append("after"))
+    if loaded:
+        optimizer.load_state_dict(optimizer.state_dict())
+    stepped(optimizer, parameters, 2)
+    assert called == ["before", "after"] * 2
+
+
 def test_a_closures_loss_is_returned():
     parameters = weights()
     assert PortableSGD(parameters, lr=0.1).step(lambda: 3.0) == 3.0
