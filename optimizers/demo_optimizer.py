@@ -9,10 +9,10 @@ An exchange holds all coefficients, chunk after chunk; the codec keeps the k lar
 `chunk`² of them. `sent`, and therefore what leaves the momentum, is what others decode, quantiser
 included. The mean at a coefficient is over the peers that sent it. Deviations besides those in
 optimizers/decoupled.py: where chunks are smaller than `chunk`² (vectors, narrow matrices), the k
-largest are chosen among several neighbours, or parts of them, together; so every tensor has one
-density, while the released code sends vectors half or whole. Tensors of more than two dimensions
-are treated as matrices, and lengths without a fitting divisor are padded with zeros
-(optimizers/parts/dct.py).
+largest are chosen among several neighbours, or parts of them, together; so all granules of the
+codec have one density, and a tensor that is smaller than a granule sends up to k values, while the
+released code sends vectors half or whole. Tensors of more than two dimensions are treated as
+matrices, and lengths without a fitting divisor are padded with zeros (optimizers/parts/dct.py).
 """
 
 from dataclasses import dataclass
