@@ -10,9 +10,9 @@ the paper's precede step t + 1: the same. Deviations: x is exchanged as DiLoCo's
 which costs a copy of it but keeps small updates in small numbers under a lossy codec; under such a
 codec v is sent as its root, so that no value loses its sign or its range, and its mean is (mean
 sqrt v)^2, at most mean v (with the default codecs, parameters were up to 7.6 % of the largest one
-away from the paper's); a mean of moments that comes late still replaces
-them; the last means are kept for joiners, with their step count: a joiner's bias correction must
-fit its v, and a v of zeros is a beginner's.
+away from the paper's); a mean of moments that comes late still replaces them; the last means are
+kept for joiners, with their step count: a joiner's bias correction must fit its v, and a v of zeros
+is a beginner's.
 """
 
 import math
