@@ -58,11 +58,17 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.pluginmanager.register(parts.Parts(config), "parts")
+    gc.disable()  # until all is imported, next to nothing ends
 
 
 def pytest_collection_finish(session):
-    """Spare the garbage collector what all tests share: modules and tests hold a million objects,
-    and some tests collect often."""
+    spare_the_collector()
+    gc.enable()
+
+
+def spare_the_collector():
+    """Let the garbage collector leave out what is there: modules, tests and their reports hold
+    millions of objects, and some tests collect often."""
     gc.collect()
     gc.freeze()
 
@@ -87,10 +93,12 @@ def pytest_runtest_call(item):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item):
+def pytest_runtest_teardown(item, nextitem):
     done = yield from watched(item)
     if not item.get_closest_marker("net"):
         GUARD.end()
+    if nextitem is not None and nextitem.path != item.path:
+        spare_the_collector()
     return done
 
 

@@ -3,12 +3,12 @@
     python tests/judge.py [--record] pure real ci-more
     python tests/judge.py long-2
 
-Each part is one run of pytest over a fixed list. After all parts each test that failed runs once
-more, alone. A test that fails twice is red. A real test that passes then is `unstable`: a machine
-was slow or a port was taken, which says nothing of the commit. A pure test that passes then is `not
-deterministic`; that is red with STRICT=1, so that its author mends it. More than MAX_FAILURES
-failures are red at once. `long` stands for all parts of the long tests. Exit: 0 green, 1 red, 2 a
-part could not be run.
+Each part is a fixed list, divided among workers; each of these is a run of pytest. After all parts
+each test that failed runs once more, alone. A test that fails twice is red. A real test that passes
+then is `unstable`: a machine was slow or a port was taken, which says nothing of the commit. A pure
+test that passes then is `not deterministic`; that is red with STRICT=1, so that its author mends
+it. More than MAX_FAILURES failures are red at once. `long` stands for all parts of the long tests.
+Exit: 0 green, 1 red, 2 a part could not be run.
 
 With --record the seconds of each file, or function of long tests, are written to
 tests/seconds.toml, by which a part is divided among workers. On an idle machine that is worth a
@@ -19,6 +19,7 @@ import collections
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from pathlib import Path
 
 from long_parts import LONG, MAX_LIMIT_S
 from parts import LATE, record
+
+from farflock.experiments.measure.parent import end_with_parent
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "build" / "reports"  # the last outcome of each test, by part
@@ -50,7 +53,8 @@ LONG_OPTIONS = (
 )
 MAX_FAILURES = 20
 SECOND_CHANCE_S = 600.0
-CLEAN_UP_S = 10.0  # for a second chance whose time is over
+CLEAN_UP_S = 10.0  # for a run that is broken off
+PYTEST = (sys.executable, "-m", "pytest", "-q")
 LATE_AFTER_S = 50 * 60.0  # from the beginning of the gate; then what is left of ci-more is skipped
 SLOWEST = 50
 GREEN, RED, BROKEN = 0, 1, 2
@@ -101,12 +105,47 @@ def limited(command, limit_s):
         process.wait()
 
 
-def pytest(*words, limit_s=None):
+def pytest(*words, limit_s):
     """Run pytest; return its exit code, or None if the limit ended it."""
-    command = [sys.executable, "-m", "pytest", "-q", *words]
-    if limit_s is not None:
-        return limited(command, limit_s)
-    return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
+    return limited([*PYTEST, *words], limit_s)
+
+
+def worker(words, output):
+    """Start pytest, to end with this process; `output` of None is this process's own."""
+    return subprocess.Popen(
+        [*PYTEST, *words],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        preexec_fn=end_with_parent,
+    )
+
+
+def workers(part, count, words):
+    """Run the workers of a part; return their exit codes.
+
+    What the first prints is shown as it comes, what the others print after all have ended.
+    """
+    with contextlib.ExitStack() as stack:
+        running, outputs = [], []
+        for number in range(1, count + 1):
+            path = REPORTS / f"{part}-{number}.txt"
+            outputs.append(stack.enter_context(path.open("w+")) if number > 1 else None)
+            running.append(worker((*words, f"--part={number}/{count}"), outputs[-1]))
+            stack.callback(end, running[-1])
+        codes = [process.wait() for process in running]
+        for output in filter(None, outputs):
+            output.seek(0)
+            shutil.copyfileobj(output, sys.stdout)
+    return codes
+
+
+def end(process):
+    """Wait for a process that has heard of the end, and kill it if it does not end."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(CLEAN_UP_S)
+    process.kill()
 
 
 def run_part(name, outcomes, began_s, options=()):
@@ -116,19 +155,19 @@ def run_part(name, outcomes, began_s, options=()):
     report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text("")
     print(f"{name}:", flush=True)
-    code = pytest(
+    words = (
         "tests",
-        f"--numprocesses={WORKERS[name]}",
-        "--dist=each",
         f"--division={name}",
         f"-m={PARTS[name]}",
         f"--report={report}",
         f"--late-after={began_s + LATE_AFTER_S}",
+        "--continue-on-collection-errors",
         *options,
     )
+    codes = workers(name, WORKERS[name], words)
     outcomes.read(report)
-    if code not in (ALL_PASSED, SOME_FAILED, NONE_CHOSEN):
-        print(f"red: pytest ended with {code}, so not all of {name} has run")
+    if broken := set(codes) - {ALL_PASSED, SOME_FAILED, NONE_CHOSEN}:
+        print(f"red: pytest ended with {min(broken)}, so not all of {name} has run")
         sys.exit(BROKEN)
     if len(outcomes.failed) > MAX_FAILURES:
         print(f"red: {len(outcomes.failed)} failed; more than {MAX_FAILURES} get no second chance")

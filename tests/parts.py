@@ -1,14 +1,16 @@
 """Parts of the tests: each worker runs the same files after the same files, on any machine.
 
-With `-n N --dist each`, worker K runs part K of N. Without workers, `--part K/N` chooses one. The
-files are divided by the committed seconds of `--division`, a table of seconds.toml, so that the
-parts end together. Where the division is a part of the long tests, only that part runs, and single
-tests are divided: one file may hold all of them. `--until TEST` ends a part with that test: so a
-failure can be repeated after exactly the tests that ran before it.
+With `--part K/N` pytest is worker K of N. The files are divided by the committed seconds of
+`--division`, a table of seconds.toml, so that the workers end together; a file that has no test of
+that division is not imported. Where the division is a part of the long tests, only that part runs,
+and single tests are divided: one file may hold all of them. `--until TEST` ends a worker's tests
+with that one: so a failure can be repeated after exactly the tests that ran before it.
 """
 
 import collections
+import functools
 import json
+import re
 import time
 import tomllib
 from pathlib import Path
@@ -20,13 +22,18 @@ TESTS = Path(__file__).parent
 SECONDS = TESTS / "seconds.toml"
 MIN_S = 1.0  # what takes less stands in no table
 LATE = "the gate's time is up"
+# What the text of a file holds that has tests of a kind, by mark. Most files have none of them, and
+# importing a file takes far longer than reading it.
+NAMED = {mark: f"mark.{mark}" for mark in ("net", "ci_more")}
+MARK_OF = {"real": "net", "ci-more": "ci_more"}  # by division
+NEVER_PURE = re.compile(r"^pytestmark = [^#\n]*\bmark\.(net|ci_more|long|gpu)\b", re.MULTILINE)
 
 
 def add_options(parser):
     group = parser.getgroup("parts")
-    group.addoption("--part", metavar="K/N", help="run part K of N of the test files")
+    group.addoption("--part", metavar="K/N", help="be worker K of N")
     group.addoption("--division", metavar="TABLE", help="divide by this table of seconds.toml")
-    group.addoption("--until", metavar="TEST", help="of the part, leave out what follows TEST")
+    group.addoption("--until", metavar="TEST", help="leave out what follows TEST")
     group.addoption("--report", metavar="FILE", help="append each test's outcome, a JSON line each")
     group.addoption(
         "--late-after",
@@ -57,6 +64,18 @@ def divided(count, names, seconds):
 def files(tests=TESTS):
     """Return {path of a file of tests: its name in seconds.toml}."""
     return {path: path.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")}
+
+
+def may_have(text, division):
+    """Return whether a file of this text may have tests of the division."""
+    if division in MARK_OF:
+        return NAMED[MARK_OF[division]] in text
+    return division != "pure" or not NEVER_PURE.search(text)
+
+
+@functools.cache
+def text_of(path):
+    return path.read_text()
 
 
 def recorded(division):
@@ -97,7 +116,10 @@ def table(named):
 
 
 def fault_of(item):
-    """Return what is wrong with a test that is long, or None."""
+    """Return what would leave a test out of its part, or None."""
+    for mark, name in NAMED.items():
+        if item.get_closest_marker(mark) and name not in text_of(item.path):
+            return f"{item.nodeid}: write out `{name}` in its file, or its part does not find it"
     if not item.get_closest_marker("long"):
         return None
     return what_is_wrong(item.nodeid, [mark.args[0] for mark in item.iter_markers("timeout")])
@@ -108,28 +130,25 @@ class Parts:
 
     def __init__(self, config):
         self.config, self.number, self.count = config, None, 1
-        self.is_worker = hasattr(config, "workerinput")
-        if self.is_worker and config.workerinput["is_part"]:
-            self.count = int(config.workerinput["workercount"])
-            self.number = int(config.workerinput["workerid"].removeprefix("gw")) + 1
-        elif asked := config.getoption("--part"):
+        if asked := config.getoption("--part"):
             self.number, self.count = map(int, asked.split("/"))
         self.division = config.getoption("--division")
         self.long = LONG.get(self.division)
-        self.files = {} if self.long else divided(self.count, files(), recorded(self.division))
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node):
-        """Tell a worker whether it has a part; it is not told how tests are divided."""
-        node.workerinput["is_part"] = self.config.getoption("dist") == "each"
+        self.all = files()
+        names = {
+            path: name
+            for path, name in self.all.items()
+            if self.long is None and may_have(text_of(path), self.division)
+        }
+        self.files = divided(self.count, names, recorded(self.division))
 
     def pytest_ignore_collect(self, collection_path):
         """Leave out the files of other parts."""
         if self.long is not None:
             path = collection_path.relative_to(TESTS.parent).as_posix()
             return not self.long.may_have(path) or None
-        if self.number is not None and collection_path in self.files:
-            return self.files[collection_path] != self.number or None
+        if self.number is not None and collection_path in self.all:
+            return self.files.get(collection_path) != self.number or None
         return None
 
     @pytest.hookimpl(wrapper=True)
@@ -182,7 +201,7 @@ class Parts:
 
     def _note(self, report, when, seconds, is_real, why=""):
         path = self.config.getoption("--report")
-        if path is None or self.is_worker:
+        if path is None:
             return
         entry = {
             "test": report.nodeid,

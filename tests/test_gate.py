@@ -12,6 +12,7 @@ import threading
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import judge
 import parts
@@ -53,6 +54,30 @@ def test_parts_take_about_the_same_time(files):
     for path, part in chosen.items():
         sums[part] += seconds[path.relative_to(folder).as_posix()]
     assert max(sums.values()) < 1.1 * min(sums.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("def test_a(): pass", {"pure"}),
+        ("pytestmark = pytest.mark.net", {"real"}),
+        ("pytestmark = [pytest.mark.net, pytest.mark.ci_more]", {"real", "ci-more"}),
+        ('pytestmark = pytest.mark.usefixtures("a")  # not mark.long', {"pure"}),
+        ("@pytest.mark.net\ndef test_a(): pass", {"pure", "real"}),
+        ("@pytest.mark.ci_more\ndef test_a(): pass", {"pure", "ci-more"}),
+        ("pytestmark = pytest.mark.long", set()),
+    ],
+)
+def test_a_part_reads_only_files_that_may_have_tests_of_it(text, has):
+    assert {part for part in judge.GATE if parts.may_have(text, part)} == has
+
+
+@pytest.mark.parametrize("mark", ["net", "ci_more"])
+def test_a_mark_that_its_file_does_not_name_cannot_be_collected(tmp_path, mark):
+    path = tmp_path / "test_a.py"
+    path.write_text("from elsewhere import marks")
+    item = SimpleNamespace(nodeid="a", path=path, get_closest_marker=lambda name: name == mark)
+    assert f"write out `mark.{mark}`" in parts.fault_of(item)
 
 
 def test_tests_of_one_function_share_its_seconds():

@@ -88,24 +88,32 @@ def test_a_part_collects_only_where_its_tests_are(two_parts, path, may):
 def test_all_parts_run_with_more_time_and_random_examples_and_so_do_second_chances(
     monkeypatch, tmp_path, capsys
 ):
-    calls, test = [], "tests/sim/test_seeds.py::test_x"
+    started, again, test = [], [], "tests/sim/test_seeds.py::test_x"
     entry = {"test": test, "seconds": 1.0, "outcome": "failed", "is_real": True}
 
-    def pytest_stub(*words, limit_s=None):
-        calls.append((words, limit_s))
-        if f"--division={list(LONG)[-1]}" in words:
-            Path(words[5].removeprefix("--report=")).write_text(json.dumps(entry))
-            return judge.SOME_FAILED
+    def worker_stub(words, output):
+        started.append(words)
+        fails = f"--division={list(LONG)[-1]}" in words
+        if fails:
+            (tmp_path / f"{list(LONG)[-1]}.jsonl").write_text(json.dumps(entry))
+        code = judge.SOME_FAILED if fails else judge.ALL_PASSED
+        return SimpleNamespace(wait=lambda limit_s=None: code, kill=lambda: None)
+
+    def pytest_stub(*words, limit_s):
+        again.append((words, limit_s))
         return judge.ALL_PASSED
 
     monkeypatch.setattr(judge, "REPORTS", tmp_path)
+    monkeypatch.setattr(judge, "worker", worker_stub)
     monkeypatch.setattr(judge, "pytest", pytest_stub)
     assert judge.main(["long"]) == judge.GREEN
     assert f"unstable: {test}" in capsys.readouterr().out
-    assert [words[3:5] for words, _ in calls[:-1]] == [
-        (f"--division={name}", f"-m={part.marks}") for name, part in LONG.items()
+    assert [words[1:3] + words[-1:] for words in started] == [
+        (f"--division={name}", f"-m={part.marks}", f"--part={number}/2")
+        for name, part in LONG.items()
+        for number in (1, 2)
     ]
-    assert all(set(judge.LONG_OPTIONS) <= set(words) for words, _ in calls)
-    again, left_s = calls[-1]
-    assert again[-1] == test
+    ((words, left_s),) = again
+    assert all(set(judge.LONG_OPTIONS) <= set(each) for each in (*started, words))
+    assert words[-1] == test
     assert judge.SECOND_CHANCE_S < left_s <= MAX_LIMIT_S
