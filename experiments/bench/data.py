@@ -15,8 +15,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load, medians, turns
-from farflock.node.data.prepare import Preparation, PrepareOptions, available_cores
+from farflock.node.data.prepare import Preparation, PrepareOptions
 from farflock.node.data.sources import find_files
+from farflock.node.machine import usable_cores
 from farflock.node.tokens.json_tokenizer import JsonTokenizer
 from farflock.node.tokens.tokenizer_training import train_tokenizer
 
@@ -62,7 +63,7 @@ def _prepared(paths: Sequence[Path], raw: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = Preparation(found.files, JsonTokenizer(raw), PrepareOptions(), Path(folder) / "data")
         made.run(
-            cores=available_cores(),
+            cores=usable_cores(),
             clock=time.monotonic,
             progress=lambda share: None,
             say=lambda text: None,

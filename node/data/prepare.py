@@ -284,14 +284,6 @@ class Preparation:
         return TokenizerFile(hash=self.tokenizer.hash, bytes=len(raw), chunks=chunk_names(raw))
 
 
-def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        return os.cpu_count() or 1
-
-
 def _require_options(options: PrepareOptions) -> None:
     if not 0 <= options.held_out <= 0.5:
         raise Usage("--held-out", f"{options.held_out} is no share to hold out", "use 0 to 0.5")

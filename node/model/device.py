@@ -9,10 +9,10 @@ import gc
 from dataclasses import dataclass
 from typing import Literal
 
-import psutil
 import torch
 
 from farflock.node.errors import Usage
+from farflock.node.machine import host_memory
 
 Precision = Literal["bf16", "fp16", "fp32"]  # of matrix products; weights and sums are float32
 
@@ -172,8 +172,7 @@ def _ranked(place: torch.device, local_rank: int | None) -> torch.device:
 def memory_of(place: torch.device) -> tuple[int, int]:
     """Return the free and the total bytes of a device's memory."""
     if place.type == "cpu":
-        memory = psutil.virtual_memory()
-        return int(memory.available), int(memory.total)
+        return host_memory()
     if place.type == "mps":  # its memory is the machine's
         total = torch.mps.recommended_max_memory()
         return total - torch.mps.driver_allocated_memory(), total

@@ -6,11 +6,10 @@ By default a founder serves the first stage and trains; a joiner serves the stag
 from collections.abc import Sequence
 from functools import partial
 
-import psutil
-
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of, members_of
 from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Usage
+from farflock.node.machine import host_memory
 from farflock.node.model.replica import in_memory
 from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
@@ -194,7 +193,7 @@ def _room(
     need of any stage that the device does not hold, so that no node moves there."""
     indices = range(len(pipeline.stages))
     needs = tuple(needed_stage_bytes(plan, pipeline, index) for index in indices)
-    free = int(psutil.virtual_memory().available)
+    free = host_memory().free
     if stage == EVERY:
         require_replica_memory(plan, pipeline, free)
     elif stage != NOTHING:

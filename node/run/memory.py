@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
-import psutil
 
 from farflock.compression.activation import ActivationContext
 from farflock.compression.activation_catalog import max_bytes, subspace_terms
 from farflock.compression.subspace import id_bytes
 from farflock.node.errors import FarflockError
+from farflock.node.machine import host_memory
 from farflock.node.model.device import Device
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.loss import MAX_LOGITS
@@ -272,7 +272,7 @@ def refusal(
 
 
 def _free_bytes() -> int:
-    return int(psutil.virtual_memory().available)
+    return host_memory().free
 
 
 def stage_parameters(model: ModelConfig, span: range) -> int:

@@ -164,7 +164,9 @@ def test_a_dry_run_of_joining_shows_the_manifest_and_its_hash_and_joins_nothing(
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
     outcome, founder, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000, total=1_000_000)
+    )
     code, sentence = outcome("join", founder.invite(), "--folder", tmp_path / "b")
     assert code == 3
     assert "too large for this machine" in sentence

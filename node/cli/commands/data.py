@@ -90,12 +90,13 @@ def prepare_command(
     """
     import time
 
-    from farflock.node.data.prepare import Preparation, PrepareOptions, available_cores
+    from farflock.node.data.prepare import Preparation, PrepareOptions
     from farflock.node.data.sources import find_files
+    from farflock.node.machine import usable_cores
 
     out = Output(as_json)
-    if cores is not None:
-        os.environ["RAYON_NUM_THREADS"] = str(cores)  # of `tokenizers`, which reads it once
+    cores = cores or usable_cores()
+    os.environ["RAYON_NUM_THREADS"] = str(cores)  # of `tokenizers`, which reads it once
     found = find_files(sources)
     _tell_found(out, found)
     read, share = _terms(target, add, tokenizer, end_of_text, held_out)
@@ -107,7 +108,7 @@ def prepare_command(
         size = sum(file.size for file in found.files)
         with out.progress("preparing", size) as progress:
             made = preparation.run(
-                cores=cores or available_cores(),
+                cores=cores,
                 clock=time.monotonic,
                 progress=progress,
                 say=out.line,

@@ -146,11 +146,10 @@ COLUMNS = ("stream", "kind", "values", "shards", "a round", "on this line", "eve
 
 def size_text(facts: dict[str, Any]) -> str:
     """Return the sizes as lines for people."""
-    import psutil
-
     from farflock.node.cli.output import plain_table
+    from farflock.node.machine import host_memory
 
-    needed, free_bytes = facts["memory_host"], int(psutil.virtual_memory().available)
+    needed, free_bytes = facts["memory_host"], host_memory().free
     verdict = "" if needed <= free_bytes else ", so this machine would refuse to train it"
     lines = [
         f"parameters {facts['parameters']:,}",

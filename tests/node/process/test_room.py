@@ -142,7 +142,7 @@ def test_a_cpu_is_not_tried(machine):
 
 def test_the_host_needs_no_room_for_activations_beside_a_device(card, machine, monkeypatch):
     run = manifest(batch=512)
-    free = SimpleNamespace(available=2_000_000)
+    free = SimpleNamespace(available=2_000_000, total=2_000_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     for outer, place in (("auto", "card"), ("device", "card"), ("host", "cpu")):
         there = with_room(machine(choose(), outer=outer), run, Failure)

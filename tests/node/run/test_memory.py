@@ -86,9 +86,13 @@ def test_a_larger_batch_takes_more_and_accumulation_does_not():
 def test_the_refusal_says_how_much_is_needed_and_how_much_there_is(monkeypatch, kind):
     run = manifest()
     needed = needed_bytes(run, Exchanged())
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=needed, total=needed)
+    )
     require_memory(run, kind)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1, total=needed - 1)
+    )
     with pytest.raises(
         kind, match=rf"about {needed / 1e6:,.0f} MB of memory, and {needed / 1e6:,.0f} MB are free"
     ):
@@ -137,7 +141,9 @@ def test_auto_keeps_outer_state_on_a_device_with_room_for_it(card, monkeypatch):
 def test_what_is_kept_on_a_device_takes_no_memory_of_the_host(monkeypatch):
     run, held = manifest(), Exchanged(10**8, 10**7)
     free = needed_bytes(run, held) - 10**8 - 10**7
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=free, total=free)
+    )
     require_memory(run, Failure, "device", held)
     with pytest.raises(Failure, match="--outer disk"):
         require_memory(run, Failure, "host", held)
