@@ -21,7 +21,6 @@ from torch import Tensor
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_state
 from farflock.node.data.samples import Text
-from farflock.node.model.data import TrainingText
 from farflock.node.model.device import Device
 from farflock.node.model.evaluation import LossEstimate, losses, summarise
 from farflock.node.model.llama import build
@@ -91,7 +90,7 @@ class Simulation:
         self,
         plan: RunPlan,
         world: World,
-        tokens: TrainingText,
+        tokens: Text,
         progress: Callable[[float], None],
         story: SegmentState,
         saved: Mapping[int, Checkpoint],
@@ -284,17 +283,10 @@ def outcome(world: World, story: SegmentState, states: dict[str, State]) -> Simu
     )
 
 
-def _data_hash(tokens: TrainingText) -> str:
-    if isinstance(tokens, Text):
-        names = [source.name for source in tokens.sources]
-        return hashlib.sha256(repr((names, tokens.weights)).encode()).hexdigest()
-    return hashlib.sha256(tokens.tobytes()).hexdigest()
-
-
 def simulate(
     plan: RunPlan,
     world: World,
-    tokens: TrainingText,
+    tokens: Text,
     progress: Callable[[float], None] = lambda share: None,
     folder: Path | None = None,
     device: Device | None = None,
@@ -307,9 +299,9 @@ def simulate(
     for bit that of an uninterrupted run. Raise `Usage` if the folder holds another run."""
     shelf: SegmentStore | None = None
     if folder:
-        data_hash = _data_hash(tokens)
+        data = [source.name for source in tokens.sources], tokens.weights
         where = f"/{device.name}" if device is not None and device.place.type != "cpu" else ""
-        shelf = SegmentStore(folder, f"{plan}/{world}/{data_hash}{where}")
+        shelf = SegmentStore(folder, f"{plan}/{world}/{data}{where}")
     story, saved = shelf.newest() if shelf else (SegmentState(), {})
 
     async def leg(until: int) -> dict[int, ReplicaNode]:

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from farflock.node.data.samples import text_in_memory
 from farflock.node.errors import Usage
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.data import evaluation
@@ -23,7 +24,7 @@ TOKENS = 12_000
 @pytest.fixture(scope="module")
 def text():
     torch.set_num_threads(1)
-    return ByteTokenizer().encode(load_corpus("shakespeare").train[:200_000])
+    return text_in_memory(ByteTokenizer().encode(load_corpus("shakespeare").train[:200_000]))
 
 
 def simulated(
@@ -189,7 +190,7 @@ def test_the_held_out_loss_is_the_mean_over_peers_of_what_they_would_export(
     text, plain, method: str
 ):
     outcome = plain(method)
-    x, y = evaluation(text, 32, 16)
+    x, y = evaluation(text.sources[0].read(0), 32, 16)
     plan = plan_of(method)
     each = [held_out(plan, [state], x, y) for state in outcome.states.values()]
     together = held_out(plan, outcome.states.values(), x, y)
