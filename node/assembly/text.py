@@ -36,8 +36,7 @@ class RunText(NamedTuple):
         """Return tokens that no peer trains on: those of a corpus, or the first ones of each
         folder."""
         if self.rest:
-            parts = cut_parts([self.rest.encode()])  # so that little is in memory beside the tokens
-            return np.concatenate([self.tokenizer.encode(part.decode()) for part in parts])
+            return tokens_of(self.rest, self.tokenizer)
         some = MAX_HELD_OUT_TOKENS // len(self.folders)
         return np.concatenate([_held_out(content, some) for content in self.folders])
 
@@ -65,6 +64,11 @@ def text_of(data: DataSection, folders: Sequence[Path] = ()) -> RunText:
 def corpus_text(corpus: Corpus, tokenizer: Tokenizer) -> RunText:
     """Return a corpus as prepared data; raise `BadCorpus` or `Failure` if it cannot be prepared."""
     return RunText((prepared_corpus(corpus, tokenizer),), (1.0,), tokenizer, corpus.held_out)
+
+
+def tokens_of(text: str, tokenizer: Tokenizer) -> TokenIds:
+    """Return a text's tokens, by parts as in prepared data: little is in memory beside them."""
+    return np.concatenate([tokenizer.encode(part.decode()) for part in cut_parts([text.encode()])])
 
 
 def prepared_folders(data: DataSection, folders: Sequence[Path]) -> tuple[PreparedFolder, ...]:
