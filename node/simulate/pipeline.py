@@ -171,10 +171,9 @@ class PipelineSimulation:
                 self.tale.events.append(
                     (_now(), number, "reserved", {"stage": self._stages[number]})
                 )
-            node = PipelineNode(
-                *(self._plan, pipeline, peer, self._means(number), self._stages[number], tokens),
-                start=self._starts.get(number, Start()),
-            )
+            means, start = self._means(number), self._starts.get(number, Start())
+            stage = self._stages[number]
+            node = PipelineNode(self._plan, pipeline, peer, means, stage, tokens, start=start)
             self.nodes[number] = node
             if node.trainer is not None:
                 node.trainer.source.counted = partial(self._counted, number, node)
