@@ -1,7 +1,10 @@
 """Files that are on the disk once they are written, whole: a power cut leaves the old one or the
 new one."""
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -19,6 +22,18 @@ def write_durably(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, waits: bool = False) -> Iterator[None]:
+    """Keep out other processes that lock the folder too, and wait until they have gone, or raise
+    `BlockingIOError` if this does not wait."""
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(place)
 
 
 def sync_folder(path: Path) -> None:

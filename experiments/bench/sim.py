@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from farflock.experiments.bench.workers.bare import Bare, plan_of
 from farflock.experiments.measure.metric import Metric, Options, load, medians, seconds
 from farflock.experiments.measure.threads import one_thread
+from farflock.node.data.samples import Text, text_in_memory
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.simulate.simulation import SimulationResult, World, simulate
-from farflock.node.tokens.tokenizer import ByteTokenizer, TokenIds
+from farflock.node.tokens.tokenizer import ByteTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,14 @@ class Size:
         return self.steps * self.peers * self.batch * self.seq
 
 
+TEXT = 100_000  # bytes
 QUICK = Size("tiny", 2, 16, 2, 3, 6, 1, 3)
 
 
 def run(options: Options) -> Iterator[Metric]:
     """Yield `sim` and `sim.peer_s`."""
     size = QUICK if options.quick else Size()
-    tokens = ByteTokenizer().encode(load_corpus(SHIPPED).train)
+    tokens = text_in_memory(ByteTokenizer().encode(load_corpus(SHIPPED).train[:TEXT]))
     with one_thread():
         if options.wants("sim"):
             yield _steps(size, tokens, options.repeats)
@@ -51,7 +53,7 @@ def run(options: Options) -> Iterator[Metric]:
             yield peer_metric(size, tokens, options.repeats)
 
 
-def _steps(size: Size, tokens: TokenIds, repeats: int) -> Metric:
+def _steps(size: Size, tokens: Text, repeats: int) -> Metric:
     """Measure the steps of the swarm and of the plain loop; the first turn warms up."""
     pairs = [simulated_turn(size, tokens) for _ in range(1 + repeats)][1:]
     value, yardstick, ratio = medians(pairs)
@@ -65,7 +67,7 @@ def _steps(size: Size, tokens: TokenIds, repeats: int) -> Metric:
     )
 
 
-def simulated_turn(size: Size, tokens: TokenIds) -> tuple[float, float]:
+def simulated_turn(size: Size, tokens: Text) -> tuple[float, float]:
     """Return the steps per processor second of the swarm, and of the plain loop."""
     begin_s = time.process_time()
     steps = _simulated(size, tokens, size.peers, size.swarm_tokens).steps
@@ -80,7 +82,7 @@ def simulated_turn(size: Size, tokens: TokenIds) -> tuple[float, float]:
     return steps / swarm_s, steps / seconds(plain, time.process_time)
 
 
-def peer_metric(size: Size, tokens: TokenIds, repeats: int) -> Metric:
+def peer_metric(size: Size, tokens: Text, repeats: int) -> Metric:
     """Measure the cost of a peer in a run that ends at once.
 
     That is a download, an admission, a step of one token, and 30 virtual seconds.
@@ -101,6 +103,6 @@ def peer_metric(size: Size, tokens: TokenIds, repeats: int) -> Metric:
     return Metric("sim.peer_s", value, None, None, repeats, load(), "processor seconds", note)
 
 
-def _simulated(size: Size, tokens: TokenIds, peers: int, total_tokens: int) -> SimulationResult:
+def _simulated(size: Size, tokens: Text, peers: int, total_tokens: int) -> SimulationResult:
     plan = plan_of(size.preset, size.batch, size.seq, "diloco", period=size.period)
     return simulate(plan, World(peers, total_tokens), tokens)

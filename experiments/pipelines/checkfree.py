@@ -19,6 +19,8 @@ from torch import Tensor
 
 from farflock.experiments.pipelines.table import Parameters, Progress, Table, sampled
 from farflock.experiments.pipelines.text import texts
+from farflock.node.data.samples import Text as Samples
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.replica import PlainReplica
@@ -125,9 +127,9 @@ class Text:
     held_out: tuple[Tensor, Tensor]
 
     @staticmethod
-    def of(trial: Trial, train: TokenIds, held_out: TokenIds) -> "Text":
+    def of(trial: Trial, train: Samples, held_out: TokenIds) -> "Text":
         """Return the data in the trial's sizes."""
-        batches = Batches(train, trial.seed, "checkfree", trial.batch, trial.seq)
+        batches = Batches(train, SampleStream(trial.seed, "checkfree"), trial.batch, trial.seq)
         return Text(batches, evaluation(held_out, trial.seq, trial.held_out_sequences))
 
 

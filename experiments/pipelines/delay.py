@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact, sampled
 from farflock.experiments.pipelines.text import texts
 from farflock.experiments.pipelines.tuning import tuned
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.evaluation import evaluate
 from farflock.node.model.llama import PRESETS, build, next_token_loss
@@ -110,7 +111,7 @@ def read(size: Size, arm: Arm, rate: float, seed: int) -> float:
     """Train once and return the held-out loss, inf if it diverged; `seed` sets weights and
     batches."""
     text, rest, _ = texts()
-    model, batches = build(MODEL, seed), Batches(text, seed, "delay", BATCH, SEQ)
+    model, batches = build(MODEL, seed), Batches(text, SampleStream(seed, "delay"), BATCH, SEQ)
     trainer = Late(model, arm.inner(model, rate), arm.delay)
     schedule = Schedule(1.0, size.steps, warmup_tokens=size.steps // 10)  # in steps, not tokens
     for step in range(size.steps):

@@ -25,11 +25,12 @@ from farflock.compression.subspace import Basis, project, settled
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact, sampled
 from farflock.experiments.pipelines.text import texts
 from farflock.experiments.pipelines.tuning import tuned
+from farflock.node.data.samples import Text
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.evaluation import evaluate
 from farflock.node.model.llama import Llama, ModelConfig, build, next_token_loss
 from farflock.node.model.replica import PlainReplica
-from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.shards import ShardLayout, decode_all
 from farflock.optimizers.method import Exchange, Result, Tensors
 from farflock.optimizers.method import Progress as Step
@@ -168,22 +169,20 @@ def close(exchanges: Sequence[Exchange], seed: int) -> list[Result]:
     ]
 
 
-def group_of(size: Size, arm: Arm, rate: float, seed: int, text: TokenIds) -> list[Replica]:
+def group_of(size: Size, arm: Arm, rate: float, seed: int, text: Text) -> list[Replica]:
     """Return all replicas with equal weights, each with its own text."""
     basis, made = Basis.drawn(MODEL.dim, arm.rank, seed) if arm.weak else None, []
     for place in range(size.replicas):
         model = build(MODEL, seed)
         replica = PlainReplica(model, InnerConfig("adamw", rate, weight_decay=0.1).build(model))
-        batches = Batches(text, seed, f"replica {place}", BATCH, SEQ)
+        batches = Batches(text, SampleStream(seed, f"replica {place}"), BATCH, SEQ)
         method = SparseLoCo(size.period, codec=size.codec)
         method.snapshot(replica)  # the first round must begin with the weights before projection
         made.append(Replica(model, replica, method, batches, basis if place < arm.weak else None))
     return made
 
 
-def train(
-    size: Size, arm: Arm, rate: float, seed: int, text: TokenIds
-) -> Mapping[str, Tensor] | None:
+def train(size: Size, arm: Arm, rate: float, seed: int, text: Text) -> Mapping[str, Tensor] | None:
     """Train a group; return its weights after the last round, or None if a loss was not finite."""
     group = group_of(size, arm, rate, seed, text)
     schedule = Schedule(PEAK, size.steps, size.steps // WARMUP, FLOOR)

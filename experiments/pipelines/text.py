@@ -2,12 +2,14 @@
 
 import functools
 
+from farflock.node.data.samples import Text, text_in_memory
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.tokens.tokenizer import ByteTokenizer, TokenIds
 
 
 @functools.cache
-def texts() -> tuple[TokenIds, TokenIds, str]:
-    """Return training tokens, held-out tokens, and the corpus's hash."""
+def texts() -> tuple[Text, TokenIds, str]:
+    """Return the training text, held-out tokens, and the corpus's hash."""
     corpus, tokenizer = load_corpus(SHIPPED), ByteTokenizer()
-    return tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out), corpus.sha256
+    train = text_in_memory(tokenizer.encode(corpus.train))
+    return train, tokenizer.encode(corpus.held_out), corpus.sha256

@@ -4,24 +4,32 @@ Every step has one batch, however many peers train on it. So arms with one, four
 the same sequences in the same steps, and so do the baselines.
 """
 
-from dataclasses import dataclass
+from torch import Tensor
 
-import numpy as np
-from numpy.typing import NDArray
-
+from farflock.node.data.samples import Text
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Batches
 
 
-@dataclass(frozen=True, slots=True)
 class Share(Batches):
     """Part `part` of `parts` of each batch of the stream `peer`, with `batch_size` sequences."""
 
-    part: int = 0
-    parts: int = 1
+    def __init__(
+        self,
+        text: Text,
+        run_seed: int,
+        peer: str,
+        batch_size: int,
+        seq: int,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
+        stream = SampleStream(run_seed, peer)
+        super().__init__(text, stream, batch_size, seq)
+        self._whole = Batches(text, stream, parts * batch_size, seq)
+        self._mine = slice(part * batch_size, (part + 1) * batch_size)
 
-    def starts(self, step: int, round: int = 0) -> NDArray[np.int64]:
-        """Return the first positions of this part's sequences."""
-        whole = Batches(
-            self.tokens, self.run_seed, self.peer, self.parts * self.batch_size, self.seq
-        )
-        return whole.starts(step, round)[self.part * self.batch_size :][: self.batch_size]
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs and the next tokens of this part's sequences."""
+        x, y = self._whole.batch(step)
+        return x[self._mine], y[self._mine]

@@ -13,9 +13,10 @@ import msgspec
 import torch
 
 from farflock.node.assembly.text import text_of
+from farflock.node.data.samples import Text
 from farflock.node.data.shard_order import SampleStream
 from farflock.node.errors import Usage
-from farflock.node.model.data import Start, TrainingText, batches_of
+from farflock.node.model.data import Batches, Start
 from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama
 from farflock.node.model.ranks import Order, Ranks
@@ -52,7 +53,7 @@ class SharedPart(NamedTuple):
     training_task: SharedTask
 
 
-def lead(ranks: Ranks, assignment: Assignment, tokens: TrainingText, device: Device) -> SharedPart:
+def lead(ranks: Ranks, assignment: Assignment, tokens: Text, device: Device) -> SharedPart:
     """Let the followers build their shards, and return the leader's; raise `Usage` if the run's
     inner optimizer cannot step them."""
     plan = parse(assignment.manifest).plan()
@@ -67,7 +68,7 @@ def lead(ranks: Ranks, assignment: Assignment, tokens: TrainingText, device: Dev
 
 
 def shared_part(
-    plan: RunPlan, tokens: TrainingText, assignment: Assignment, ranks: Ranks, device: Device
+    plan: RunPlan, tokens: Text, assignment: Assignment, ranks: Ranks, device: Device
 ) -> SharedPart:
     """Return this rank's shard of a fresh model, and its part in training that."""
     computing = Device(device.place, device.name, "bf16" if plan.autocast else device.precision)
@@ -79,7 +80,7 @@ def shared_part(
         layer.compile(dynamic=False)
     replica = FsdpReplica(model, plan.inner_of(model), plan.clip_norm, ranks)
     stream = SampleStream(plan.run_seed, assignment.peer)
-    batches = batches_of(tokens, stream, plan.batch, plan.seq, plan.samples, assignment.start)
+    batches = Batches(tokens, stream, plan.batch, plan.seq, plan.samples, assignment.start)
     task = SharedTask(
         model,
         replica,

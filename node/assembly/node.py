@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from farflock.node.assembly.resume import Newcomer
+from farflock.node.data.samples import Text
 from farflock.node.data.shard_order import SampleStream
 from farflock.node.loop import Loop
 from farflock.node.model.compiled import CompiledLayers
-from farflock.node.model.data import BatchStream, Start, TrainingText, batches_of
+from farflock.node.model.data import Batches, Start
 from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama
 from farflock.node.model.replica import PlainReplica, Storage, in_memory
@@ -42,7 +43,7 @@ class SampledTask(Newcomer, Protocol):
     """A training task on batches of its own."""
 
     @property
-    def batches(self) -> BatchStream: ...
+    def batches(self) -> Batches: ...
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ class ReplicaNode:
 
 
 def task_of(
-    plan: RunPlan, model: Llama, batches: BatchStream, device: Device, options: StepOptions
+    plan: RunPlan, model: Llama, batches: Batches, device: Device, options: StepOptions
 ) -> LanguageModelTask:
     """Return the task that trains a model on this device, with its replica and inner optimizer."""
     model.checkpointing = options.checkpoints
@@ -160,7 +161,7 @@ def task_of(
 def replica_node(
     plan: RunPlan,
     peer: Peer,
-    tokens: TrainingText,
+    tokens: Text,
     *,
     compute: Compute,
     train: Train,
@@ -193,7 +194,7 @@ def replica_node(
 
 def _whole_part(
     plan: RunPlan,
-    tokens: TrainingText,
+    tokens: Text,
     start: Start,
     me: str,
     device: Device,
@@ -202,6 +203,6 @@ def _whole_part(
 ) -> tuple[Llama, PlainReplica, LanguageModelTask]:
     model = initial(plan.model, plan.run_seed, weights).to(device.place)
     stream = SampleStream(plan.run_seed, me)
-    batches = batches_of(tokens, stream, plan.batch, plan.seq, plan.samples, start)
+    batches = Batches(tokens, stream, plan.batch, plan.seq, plan.samples, start)
     training_task = task_of(plan, model, batches, device, options)
     return model, training_task.replica, training_task

@@ -6,46 +6,37 @@ from typing import NamedTuple
 
 import numpy as np
 
+from farflock.node.assembly.prepared_corpus import prepared_corpus
+from farflock.node.data.documents import cut_parts
 from farflock.node.data.folder import PreparedFolder
 from farflock.node.data.samples import FolderShards, Text
 from farflock.node.errors import RefusedByRun
 from farflock.node.model.corpus import Corpus, load_corpus
-from farflock.node.model.data import Start, TrainingText
+from farflock.node.model.data import Start
 from farflock.node.model.evaluation import HeldOut
 from farflock.node.run.data_section import DataSection, tokenizer_of
-from farflock.node.tokens.tokenizer import TokenIds, Tokenizer, long_text_ids
+from farflock.node.tokens.tokenizer import TokenIds, Tokenizer
 
 MAX_HELD_OUT_TOKENS = 1 << 24  # of prepared data, that are in memory at once
 
 
 class RunText(NamedTuple):
-    """A run's corpus, and the tokenizer that makes it tokens."""
-
-    corpus: Corpus
-    tokenizer: Tokenizer
-
-    def train(self) -> TokenIds:
-        """Return the tokens to train on."""
-        return long_text_ids(self.tokenizer, self.corpus.train)
-
-    def held_out(self) -> TokenIds:
-        """Return the tokens that no peer trains on."""
-        return long_text_ids(self.tokenizer, self.corpus.held_out)
-
-
-class PreparedText(NamedTuple):
-    """A run's prepared data, in folders, with the weight of each."""
+    """A run's prepared data, in folders, with the weight of each; a corpus holds out a `rest`."""
 
     folders: tuple[PreparedFolder, ...]
     weights: tuple[float, ...]
     tokenizer: Tokenizer
+    rest: str = ""
 
     def train(self) -> Text:
         """Return the shards to train on, which are read when they are needed."""
         return Text(tuple(map(FolderShards, self.folders)), self.weights)
 
     def held_out(self) -> TokenIds:
-        """Return tokens that no peer trains on: the first ones of each folder."""
+        """Return tokens that no peer trains on: those of a corpus, or the first ones of each
+        folder."""
+        if self.rest:
+            return tokens_of(self.rest, self.tokenizer)
         some = MAX_HELD_OUT_TOKENS // len(self.folders)
         return np.concatenate([_held_out(content, some) for content in self.folders])
 
@@ -55,19 +46,29 @@ class NodeText(NamedTuple):
     the run is evaluated on (None: it is not)."""
 
     tokenizer: Tokenizer
-    tokens: TrainingText
+    tokens: Text
     start: Start = Start()
     held_out: HeldOut | None = None
 
 
-def text_of(data: DataSection, folders: Sequence[Path] = ()) -> RunText | PreparedText:
+def text_of(data: DataSection, folders: Sequence[Path] = ()) -> RunText:
     """Return the text of a run, whose prepared data are in these folders; raise `BadCorpus`,
     `BadIndex` or `RefusedByRun` if a part of it is not on this machine."""
     if data.corpus is not None:
-        return RunText(load_corpus(data.corpus, data.sha256), tokenizer_of(data))
+        return corpus_text(load_corpus(data.corpus, data.sha256), tokenizer_of(data))
     found = prepared_folders(data, folders)
     weights = tuple(data.weights.values())
-    return PreparedText(found, weights, tokenizer_of(data))
+    return RunText(found, weights, tokenizer_of(data))
+
+
+def corpus_text(corpus: Corpus, tokenizer: Tokenizer) -> RunText:
+    """Return a corpus as prepared data; raise `BadCorpus` or `Failure` if it cannot be prepared."""
+    return RunText((prepared_corpus(corpus, tokenizer),), (1.0,), tokenizer, corpus.held_out)
+
+
+def tokens_of(text: str, tokenizer: Tokenizer) -> TokenIds:
+    """Return a text's tokens, by parts as in prepared data: little is in memory beside them."""
+    return np.concatenate([tokenizer.encode(part.decode()) for part in cut_parts([text.encode()])])
 
 
 def prepared_folders(data: DataSection, folders: Sequence[Path]) -> tuple[PreparedFolder, ...]:

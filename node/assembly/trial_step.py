@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from farflock.node.assembly.node import task_of
+from farflock.node.data.samples import text_in_memory
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device, is_out_of_memory
 from farflock.node.model.llama import Llama, ModelConfig
@@ -56,7 +58,8 @@ def _tried(plan: RunPlan, device: Device, options: StepOptions, beside_bytes: in
 
 def _stepped(plan: RunPlan, device: Device, options: StepOptions) -> int:
     model = _blank(plan.model, device)
-    batches = Batches(np.zeros(plan.seq + 1, dtype="<u2"), 0, "", plan.batch, plan.seq)
+    text = text_in_memory(np.zeros(plan.seq + 1, dtype="<u2"))
+    batches = Batches(text, SampleStream(0, ""), plan.batch, plan.seq)
     # a third batch takes no more memory than a second one
     plan = replace(plan, accumulate=min(plan.accumulate, 2))
     task = task_of(plan, model, batches, device, options)

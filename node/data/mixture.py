@@ -80,7 +80,8 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def block_counts(shares: Sequence[int]) -> _Places:
+@lru_cache(maxsize=16)
+def block_counts(shares: tuple[int, ...]) -> _Places:
     """Return how many samples of each source the blocks have until they recur: (1000, sources)."""
     carried, counts = [0] * len(shares), list[list[int]]()  # in millionths of a sample
     for _ in range(_CYCLE):

@@ -10,7 +10,6 @@ or order, the machine, its number of cores, or how often the work was broken off
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -36,7 +35,7 @@ from farflock.node.data.shard_writer import ShardWriter, label_of
 from farflock.node.data.sorting import STATE, Sorting, SortingState, read_state, save_state
 from farflock.node.data.sources import SourceFile
 from farflock.node.data.tables import require_reader
-from farflock.node.durable import sync_folder, write_durably
+from farflock.node.durable import locked, sync_folder, write_durably
 from farflock.node.errors import Failure, Usage
 from farflock.node.tokens.json_tokenizer import JsonTokenizer, chunk_names
 from farflock.node.tokens.tokenizer import Tokenizer
@@ -112,7 +111,7 @@ class Preparation:
                 say(f"{self.target} holds these data already")
                 return Prepared(content=before)
             self.partial.mkdir(parents=True, exist_ok=True)
-            with _locked(self.partial):
+            with _alone(self.partial):
                 sorting = self._sorting(say)
                 if not sorting.state.finished:
                     total = max(1, sorting.total_bytes)
@@ -315,17 +314,14 @@ def _disk_full_explained(partial: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _alone(folder: Path) -> Iterator[None]:
     """Keep a second process from working in the folder."""
-    place = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        with locked(folder):
+            yield
     except BlockingIOError:
         why = "another process is at work there"
         raise Failure(str(folder), why, "wait for it, or stop it") from None
-    finally:
-        os.close(place)
 
 
 def _size(count: int) -> str:

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 from blake3 import blake3
@@ -39,7 +40,8 @@ class TooShort(ValueError):
 
 
 class ShardSource(Protocol):
-    """A source of shards: what it is called, where its documents end, and its tokens."""
+    """A source of shards: what it is called, where its documents end, and its tokens. Equal ones
+    have equal hashes and shards."""
 
     @property
     def name(self) -> str:
@@ -84,6 +86,20 @@ class FolderShards:
         return self.content.read("train", number)
 
 
+class TokensInMemory:
+    """Tokens in memory as one shard of one document; its name is their hash."""
+
+    end_of_text = None
+
+    def __init__(self, tokens: TokenIds) -> None:
+        self._tokens = tokens
+        self.name, self.sizes = blake3(tokens.tobytes()).hexdigest(), (len(tokens),)
+
+    def read(self, number: int) -> TokenIds:
+        """Return the tokens."""
+        return self._tokens
+
+
 class Text(NamedTuple):
     """The data of a run to train on: its sources, and the weight of each."""
 
@@ -91,11 +107,38 @@ class Text(NamedTuple):
     weights: tuple[float, ...]
 
 
-class _Group(NamedTuple):
-    """A group of shards that is open: its tokens, its samples' starts, and their order."""
+def text_in_memory(tokens: TokenIds) -> Text:
+    """Return tokens (n,) as a text of one source."""
+    return Text((TokensInMemory(tokens),), (1.0,))
 
-    shards: list[TokenIds]
-    starts: list[NDArray[np.int64]]
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class _Shard:
+    """A shard that is open: its tokens, and where its samples start."""
+
+    tokens: TokenIds
+    starts: NDArray[np.int64]
+
+
+# All peers of a simulation read one text: they share what is open in any of them.
+_OPEN = WeakValueDictionary[tuple[ShardSource, int, int], _Shard]()
+
+
+def _opened(source: ShardSource, number: int, length: int) -> _Shard:
+    """Return a shard of a source, for samples of `length` tokens."""
+    place = source, number, length
+    found = _OPEN.get(place)
+    if found is None:
+        tokens = source.read(number)
+        found = _Shard(tokens, sample_starts(tokens, source.end_of_text, length))
+        _OPEN[place] = found
+    return found
+
+
+class _Group(NamedTuple):
+    """A group of shards that is open, and the order of its samples."""
+
+    shards: list[_Shard]
     before: NDArray[np.int64]  # samples up to the end of each shard
     order: NDArray[np.int64]
 
@@ -103,8 +146,8 @@ class _Group(NamedTuple):
         number = int(self.order[index])
         shard = int(np.searchsorted(self.before, number, side="right"))
         in_shard = number - int(self.before[shard])  # negative: from the end of its starts
-        start = int(self.starts[shard][in_shard])
-        return self.shards[shard][start : start + length]
+        start = int(self.shards[shard].starts[in_shard])
+        return self.shards[shard].tokens[start : start + length]
 
 
 class _SourceReader:
@@ -150,12 +193,11 @@ class _SourceReader:
             self._group, self._index = None, 0  # its shards go before the next ones come
 
     def _open(self) -> _Group:
-        shards = [self._source.read(n) for n in self._order.group(self._epoch, self._number)]
-        end = self._source.end_of_text
-        starts = [sample_starts(tokens, end, self._length) for tokens in shards]
-        before = np.cumsum([len(each) for each in starts])
+        numbers = self._order.group(self._epoch, self._number)
+        shards = [_opened(self._source, number, self._length) for number in numbers]
+        before = np.cumsum([len(each.starts) for each in shards])
         order = self._order.samples(self._epoch, self._number, int(before[-1]))
-        return _Group(shards, starts, before, order)
+        return _Group(shards, before, order)
 
 
 class SampleReader:

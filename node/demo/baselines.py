@@ -11,15 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from farflock.node.data.samples import Text
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import Llama, build, next_token_loss
 from farflock.node.run.terms import RunPlan
-from farflock.node.tokens.tokenizer import TokenIds
 
 
 def train_baseline(
     plan: RunPlan,
-    tokens: TokenIds,
+    text: Text,
     streams: Sequence[str],
     peers: int,
     steps: int,
@@ -30,7 +31,7 @@ def train_baseline(
     model = build(plan.model, plan.run_seed)
     inner = plan.inner.build(model)
     sources = [
-        Batches(tokens, plan.run_seed, stream, plan.batch, plan.seq, recurring=plan.samples)
+        Batches(text, SampleStream(plan.run_seed, stream), plan.batch, plan.seq, plan.samples)
         for stream in streams
     ]
     run_tokens_per_step = peers * plan.batch * plan.seq * plan.accumulate

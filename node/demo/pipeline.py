@@ -18,7 +18,7 @@ from torch import Tensor
 from farflock.node.assembly.checkpoints import folder_of
 from farflock.node.demo.baselines import train_baseline
 from farflock.node.demo.demo import Child, Demo, Mark
-from farflock.node.demo.report import held_against, train_tokens
+from farflock.node.demo.report import held_against, train_text
 from farflock.node.errors import Failure
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.stage_tensors import joined
@@ -112,7 +112,7 @@ def report(
     steps, servers = plan.schedule.total_tokens // pipeline.batch_tokens, STAGES * SERVERS
     founder = children[0].status()
     assert founder is not None, "the founder ended well"
-    lines, streams, train = replace(plan, accumulate=microbatches), [founder.peer], train_tokens()
+    lines, streams, train = replace(plan, accumulate=microbatches), [founder.peer], train_text()
     whole = assembled(plan, len(pipeline.stages), children)
     unsplit = train_baseline(
         lines, train, streams, 1, steps, lambda share: progress("unsplit", share)

@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflock.node.assembly.text import corpus_text
+from farflock.node.data.samples import Text
 from farflock.node.demo.baselines import Comparison, compare, train_baseline
 from farflock.node.demo.demo import Child, Mark
 from farflock.node.demo.plot import plot
-from farflock.node.model.corpus import load_corpus
+from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.data import evaluation
 from farflock.node.model.evaluation import losses, unigram_loss
 from farflock.node.model.generate import generate
 from farflock.node.model.llama import Llama, build
 from farflock.node.run.terms import RunPlan
 from farflock.node.state import checkpoint
-from farflock.node.tokens.tokenizer import ByteTokenizer, TokenIds
+from farflock.node.tokens.tokenizer import ByteTokenizer
 
 HELD_OUT_SEQUENCES = 400
 SAMPLE_TOKENS = 200
@@ -38,7 +40,7 @@ def report(
     the method), evaluate everything, and write the plot and the checkpoint. Return the fields of
     the demo's result. Peers that never joined are ignored."""
     children = [child for child in children if child.status() is not None]
-    train = train_tokens()
+    train = train_text()
     streams = [status.peer for child in children if (status := child.status()) is not None][:peers]
     steps = plan.schedule.total_tokens // (peers * plan.batch * plan.seq * plan.accumulate)
     swarm = _swarm_model(plan, children)
@@ -49,9 +51,9 @@ def report(
     return held_against(plan, folder, children, marks, (swarm, ddp, none), peers, steps)
 
 
-def train_tokens() -> TokenIds:
+def train_text() -> Text:
     """Return the text that a demo trains on."""
-    return ByteTokenizer().encode(load_corpus("shakespeare").train)
+    return corpus_text(load_corpus(SHIPPED), ByteTokenizer()).train()
 
 
 def held_against(
@@ -65,8 +67,8 @@ def held_against(
 ) -> dict[str, Any]:
     """Evaluate the swarm's model and its two baselines; write the plot and the checkpoint.
     Return the fields that both demos have."""
-    tokenizer, train = ByteTokenizer(), train_tokens()
-    held_out = tokenizer.encode(load_corpus("shakespeare").held_out)
+    tokenizer, corpus = ByteTokenizer(), load_corpus(SHIPPED)
+    train, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
     x, y = evaluation(held_out, plan.seq, HELD_OUT_SEQUENCES)
     swarm, ddp, none = models
     trained = [child for child in children if child.status() is not None]

@@ -13,7 +13,7 @@ from farflock.node.data.samples import FolderShards, Text
 from farflock.node.data.shard_order import SampleStream
 from farflock.node.errors import Usage
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
-from farflock.node.model.data import SampleBatches, Start
+from farflock.node.model.data import Batches, Start
 
 
 class SampleDataset(IterableDataset[tuple[Tensor, Tensor]]):
@@ -26,7 +26,7 @@ class SampleDataset(IterableDataset[tuple[Tensor, Tensor]]):
     def __init__(self, folder: Path, stream: SampleStream, batch: int, seq: int) -> None:
         self._folder, self._stream, self._sizes = folder, stream, (batch, seq)
         self._cursor, self._number, self._shared = b"", 0, True
-        self._batches: SampleBatches | None = None
+        self._batches: Batches | None = None
         self._opened()  # so that a mistake is seen at once
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -61,11 +61,11 @@ class SampleDataset(IterableDataset[tuple[Tensor, Tensor]]):
         place = bytes.fromhex(self.state_dict()["cursor"])
         return {**self.__dict__, "_batches": None, "_cursor": place, "_number": 0}
 
-    def _opened(self) -> SampleBatches:
+    def _opened(self) -> Batches:
         if self._batches is None:
             content = PreparedFolder(self._folder)
             text, start = Text((FolderShards(content),), (1.0,)), Start(self._cursor)
-            self._batches = SampleBatches(text, self._stream, *self._sizes, start=start)
+            self._batches = Batches(text, self._stream, *self._sizes, start=start)
         return self._batches
 
 

@@ -67,7 +67,6 @@ class FullTrainer:
 
     async def run(self, enough: Callable[[], bool]) -> None:
         """Train until `enough()` is true or `stopping` is set."""
-        self.source.skip(self._stage_directory.tokens())
         while not (self.stopping or enough()):
             if self.commits.hear(self._now()):
                 self.source.settle(self.commits.begun_s)

@@ -12,8 +12,9 @@ from functools import partial
 
 import torch
 
+from farflock.node.data.samples import Text
 from farflock.node.data.shard_order import SampleStream
-from farflock.node.model.data import Start, TrainingText, batches_of
+from farflock.node.model.data import Batches, Start
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
 from farflock.node.pipeline.full_replica import FullTrainer, LocalStage
@@ -64,7 +65,7 @@ class PipelineNode:
         peer: Peer,
         means: NodeServices,
         stage: int,
-        tokens: TrainingText | None = None,
+        tokens: Text | None = None,
         saved: Mapping[int, Checkpoint] | None = None,
         start: Start = Start(),  # noqa: B008 - it cannot change
     ) -> None:
@@ -329,13 +330,14 @@ class PipelineNode:
         servers = {serving.index: serving.server for serving in self.servings}
         return Dispatch(servers) if len(servers) > 1 else self.servings[0].server
 
-    def _training(self, tokens: TrainingText, start: Start) -> Trainer | FullTrainer:
+    def _training(self, tokens: Text, start: Start) -> Trainer | FullTrainer:
         """Return a trainer that asks the servers of stages, or a full replica's own."""
         plan, pipeline, peer, edges = self.plan, self.pipeline, self.peer, self.edges
         policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, peer.me, pipeline.paths)
-        lane, first = lane_of(peer.me), first_number(peer.context.incarnation)
-        stream = SampleStream(plan.run_seed, peer.me, lane)
-        self.batches = batches_of(tokens, stream, plan.batch, plan.seq, plan.samples, start)
+        lane = lane_of(peer.me)
+        first = first_number(peer.context.incarnation) + start.batch
+        stream = SampleStream(plan.run_seed, peer.me)
+        self.batches = Batches(tokens, stream, plan.batch, plan.seq, plan.samples, start)
         gone = None if pipeline.asynchronous is None else pipeline.asynchronous.gone
         source = MicrobatchSource(self.batches, edges, policy, lane, first, gone)
         terms, late, report = pipeline.trainer, _max_late(pipeline, edges), self.means.report

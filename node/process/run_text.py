@@ -8,7 +8,6 @@ from pathlib import Path
 
 from farflock.node.assembly.text import (
     NodeText,
-    PreparedText,
     RunText,
     prepared_folders,
     text_of,
@@ -103,7 +102,7 @@ async def load_text(
         reader.close()
 
 
-def _held_out(manifest: Manifest, text: RunText | PreparedText) -> HeldOut | None:
+def _held_out(manifest: Manifest, text: RunText) -> HeldOut | None:
     """Return the sequences that a run is evaluated on; None if it is not, or if there is too little
     text."""
     terms = manifest.evaluation

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from farflock.node.assembly.checkpoints import SAMPLES
 from farflock.node.assembly.node import ReplicaNode
-from farflock.node.model.data import BatchStream, Start
+from farflock.node.model.data import Batches, Start
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt
 from farflock.node.state.sample_position import SamplePosition
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class SampleKeeper:
     """Keeps the place of the first batch that no round has counted."""
 
-    def __init__(self, position: SamplePosition, batches: BatchStream, compute: Compute) -> None:
+    def __init__(self, position: SamplePosition, batches: Batches, compute: Compute) -> None:
         self._position, self._batches = position, batches
         self._compute, self._fails = compute, False
 
@@ -31,16 +31,12 @@ class SampleKeeper:
         """Note that all batches before this one count, and wait until that is on the disk. A full
         disk must not end the node."""
         try:
-            await self._compute(lambda: self._keep(batch))
+            await self._compute(lambda: self._position.write(self._batches.cursor(batch)))
             self._fails = False
         except OSError as error:
             if not self._fails:
                 log.warning("cannot keep the position in the data: %s", error.strerror)
             self._fails = True
-
-    def _keep(self, batch: int) -> None:
-        if cursor := self._batches.cursor(batch):
-            self._position.write(cursor)
 
 
 def keep_samples(node: ReplicaNode, keeper: SampleKeeper, accumulate: int) -> None:

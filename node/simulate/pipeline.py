@@ -10,9 +10,11 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from farflock.node.model.data import TrainingText
+from farflock.node.data.samples import Text
+from farflock.node.model.data import Start
 from farflock.node.model.device import Device
 from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
@@ -88,7 +90,7 @@ class PipelineSimulation:
         plan: RunPlan,
         pipeline: PipelinePlan,
         world: PipelineWorld,
-        tokens: TrainingText,
+        tokens: Text,
         made: Callable[[int, PipelineNode], None] = lambda number, node: None,
         weights: WeightsFolder | None = None,
     ) -> None:
@@ -106,6 +108,7 @@ class PipelineSimulation:
         self.nodes: dict[int, PipelineNode] = {}
         self.tale = EventLog()
         self._births = 0
+        self._starts: dict[int, Start] = {}  # of each peer's next life
         self.done: set[int] = set()
 
     async def run(self) -> EventLog:
@@ -168,10 +171,12 @@ class PipelineSimulation:
                 self.tale.events.append(
                     (_now(), number, "reserved", {"stage": self._stages[number]})
                 )
-            node = PipelineNode(
-                self._plan, pipeline, peer, self._means(number), self._stages[number], tokens
-            )
+            means, start = self._means(number), self._starts.get(number, Start())
+            stage = self._stages[number]
+            node = PipelineNode(self._plan, pipeline, peer, means, stage, tokens, start=start)
             self.nodes[number] = node
+            if node.trainer is not None:
+                node.trainer.source.counted = partial(self._counted, number, node)
             self._made(number, node)
             if self._births == 1:
                 node.found()
@@ -180,6 +185,9 @@ class PipelineSimulation:
             await node.run(self._world.total_tokens)
             self.done.add(number)
             await asyncio.sleep(self._world.limit_s)
+
+    def _counted(self, number: int, node: PipelineNode, batch: int) -> None:
+        self._starts[number] = Start(node.batches.cursor(batch), batch)
 
     def _means(self, number: int) -> NodeServices:
         forward_s, turn = self._world.parts[number].forward_s, asyncio.Lock()

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from farflock.node.assembly.resume import Resumable, checkpoint_state
+from farflock.node.assembly.checkpoints import SAMPLES
+from farflock.node.assembly.node import ReplicaNode
+from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.errors import Usage
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import Checkpoint, CheckpointError
@@ -43,10 +45,12 @@ class _Page(msgspec.Struct):
 
 
 class SegmentStore:
-    """The legs of one run in one folder; `terms` are all the values that the run depends on."""
+    """The legs of one run in one folder; `terms` are all the values that the run depends on. A step
+    takes `accumulate` batches."""
 
-    def __init__(self, folder: Path, terms: str) -> None:
+    def __init__(self, folder: Path, terms: str, accumulate: int) -> None:
         self._folder, self._terms = folder, hashlib.sha256(terms.encode()).hexdigest()
+        self._accumulate = accumulate
 
     def newest(self) -> tuple[SegmentState, dict[int, Checkpoint]]:
         """Return the run's state and checkpoints, or a fresh state if there is no leg; raise
@@ -66,14 +70,16 @@ class SegmentStore:
                 continue  # cut short: the leg before it is complete
         return SegmentState(), {}
 
-    def save(self, story: SegmentState, nodes: Mapping[int, Resumable]) -> dict[int, Checkpoint]:
+    def save(self, story: SegmentState, nodes: Mapping[int, ReplicaNode]) -> dict[int, Checkpoint]:
         """Write the leg that has just ended. Return it as read back, so that the run continues
         from that."""
         leg = self._folder / f"leg-{story.legs}"
         shutil.rmtree(leg, ignore_errors=True)  # remains of a leg cut short
         for number, node in nodes.items():
             parts, cursors = checkpoint_state(node)
-            checkpoint.save(leg / f"peer-{number}", node.loop.step, parts, {"node": cursors})
+            samples = node.training_task.batches.cursor(node.step * self._accumulate).hex()
+            meta: dict[str, object] = {"node": cursors, SAMPLES: samples}
+            checkpoint.save(leg / f"peer-{number}", node.step, parts, meta)
         page = _Page(self._terms, sorted(nodes), story)
         write_whole(leg / "story.json", msgspec.json.encode(page, order="sorted"))
         return self._load(leg, page.peers)

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflock.node.assembly.checkpoints import SAMPLES
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_state
 from farflock.node.data.samples import Text
-from farflock.node.model.data import TrainingText
+from farflock.node.model.data import Start
 from farflock.node.model.device import Device
 from farflock.node.model.evaluation import LossEstimate, losses, summarise
 from farflock.node.model.llama import build
@@ -34,7 +35,7 @@ from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.ending import drain
 from farflock.node.train.task import Loss
 from farflock.optimizers.catalog import method
-from farflock.optimizers.method import State
+from farflock.optimizers.method import Result, State
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.compute import inline
 from farflock.swarm.identity import Identity
@@ -91,7 +92,7 @@ class Simulation:
         self,
         plan: RunPlan,
         world: World,
-        tokens: TrainingText,
+        tokens: Text,
         progress: Callable[[float], None],
         story: SegmentState,
         saved: Mapping[int, Checkpoint],
@@ -101,6 +102,11 @@ class Simulation:
         self._device = device or Device()
         self._plan, self._world, self._tokens, self._progress = plan, world, tokens, progress
         self._story, self._saved, self._until = story, saved, until
+        # where each peer's next life begins in its samples
+        self._starts = {
+            index: Start(bytes.fromhex(each.meta[SAMPLES]), each.step * plan.accumulate)
+            for index, each in saved.items()
+        }
         self.weights: WeightsFolder | None = None  # that the run starts from, if not from its seed
         self._random = random.Random(f"{plan.run_seed}/simulation")
         self.network = SimNetwork(plan.run_seed + 1_000_003 * story.legs, world.link)
@@ -191,6 +197,7 @@ class Simulation:
             elif kind == "round":
                 self._story.rounds.add((fields["stream"], fields["round"]))
 
+        start = self._starts.get(index, Start())
         node = replica_node(
             self._plan,
             peer,
@@ -201,8 +208,22 @@ class Simulation:
             device=self._device,
             step_options=StepOptions(compile="off"),
             weights=self.weights if self._story.births == 1 else None,
+            start=start,
         )
+        self._keep_place(index, node, start)
         return node
+
+    def _keep_place(self, index: int, node: ReplicaNode, start: Start) -> None:
+        """Let a peer's next life, whose steps are numbered from 0, begin at the first sample that
+        no round has counted."""
+        batches, accumulate = node.training_task.batches, self._plan.accumulate
+        self._starts[index] = Start(batches.cursor(start.batch))
+
+        async def counted(result: Result, step: int) -> None:
+            if node.peer.me in result.participants:
+                self._starts[index] = Start(batches.cursor(step * accumulate))
+
+        node.loop.counted = counted
 
     def _peer(self, index: int, incarnation: int, directory: MemoryDirectory) -> Peer:
         identity = self._identities[index]
@@ -284,17 +305,10 @@ def outcome(world: World, story: SegmentState, states: dict[str, State]) -> Simu
     )
 
 
-def _data_hash(tokens: TrainingText) -> str:
-    if isinstance(tokens, Text):
-        names = [source.name for source in tokens.sources]
-        return hashlib.sha256(repr((names, tokens.weights)).encode()).hexdigest()
-    return hashlib.sha256(tokens.tobytes()).hexdigest()
-
-
 def simulate(
     plan: RunPlan,
     world: World,
-    tokens: TrainingText,
+    tokens: Text,
     progress: Callable[[float], None] = lambda share: None,
     folder: Path | None = None,
     device: Device | None = None,
@@ -307,9 +321,9 @@ def simulate(
     for bit that of an uninterrupted run. Raise `Usage` if the folder holds another run."""
     shelf: SegmentStore | None = None
     if folder:
-        data_hash = _data_hash(tokens)
+        data = [source.name for source in tokens.sources], tokens.weights
         where = f"/{device.name}" if device is not None and device.place.type != "cpu" else ""
-        shelf = SegmentStore(folder, f"{plan}/{world}/{data_hash}{where}")
+        shelf = SegmentStore(folder, f"{plan}/{world}/{data}{where}", plan.accumulate)
     story, saved = shelf.newest() if shelf else (SegmentState(), {})
 
     async def leg(until: int) -> dict[int, ReplicaNode]:

@@ -14,7 +14,9 @@ HOME_VARIABLE = "FARFLOCK_HOME"
 
 
 def home() -> Path:
-    """Return the folder of all of Farflock's files: FARFLOCK_HOME, else the user's data folder."""
+    """Return the folder of all of Farflock's files: FARFLOCK_HOME, else the user's data folder.
+
+    Beside nodes' folders it holds `tokenizers/` and `prepared/`, which are caches."""
     if named := os.environ.get(HOME_VARIABLE):
         return Path(named).expanduser()
     return platformdirs.user_data_path("farflock", appauthor=False)

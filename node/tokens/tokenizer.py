@@ -5,7 +5,6 @@ Peers of one run must tokenize alike, so a tokenizer is known by the BLAKE3 hash
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -13,8 +12,6 @@ from numpy.typing import NDArray
 
 MAX_VOCABULARY = 2**32
 BYTES = "bytes"
-PIECE_CHARS = 1 << 20  # of a long text that are tokenized together
-PIECES_AT_ONCE = 16
 
 TokenIds = NDArray[np.uint16] | NDArray[np.uint32]
 
@@ -72,19 +69,3 @@ def token_array(ids: Sequence[int] | NDArray[np.unsignedinteger], vocabulary: in
     if vocabulary <= 2**16:
         return np.asarray(ids, dtype=np.uint16)
     return np.asarray(ids, dtype=np.uint32)
-
-
-def long_text_ids(tokenizer: Tokenizer, text: str) -> TokenIds:
-    """Return the ids of a text of any length, in little memory beside them: it is tokenized in
-    pieces that end where lines do, so that all peers get the same ids."""
-    ends, start = [0], 0
-    while start + PIECE_CHARS < len(text):
-        start = text.find("\n", start + PIECE_CHARS - 1) + 1 or len(text)
-        ends.append(start)
-    pieces = [text[begin:end] for begin, end in pairwise([*ends, len(text)])]
-    found = [
-        ids
-        for at in range(0, len(pieces), PIECES_AT_ONCE)
-        for ids in tokenizer.encode_batch(pieces[at : at + PIECES_AT_ONCE])
-    ]
-    return token_array(np.concatenate(found), tokenizer.vocab_size)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from farflock.node.model.data import BatchStream
+from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
 from farflock.node.model.ranks import Order
 from farflock.node.model.replica_fsdp import FsdpReplica
@@ -30,7 +30,7 @@ class SharedTask:
 
     module: nn.Module
     replica: FsdpReplica
-    batches: BatchStream
+    batches: Batches
     schedule: Schedule
     accumulate: int
     device: Device

@@ -14,7 +14,7 @@ from torch import nn
 
 from farflock.node.errors import Failure
 from farflock.node.model.compiled import CompiledLayers
-from farflock.node.model.data import BatchStream
+from farflock.node.model.data import Batches
 from farflock.node.model.device import Device, is_out_of_memory
 from farflock.node.model.replica import PlainReplica
 from farflock.node.train.batch_parts import BatchParts, drop_gradients, set_aside
@@ -84,7 +84,7 @@ class LanguageModelTask:
 
     module: nn.Module
     replica: PlainReplica
-    batches: BatchStream
+    batches: Batches
     schedule: Schedule
     accumulate: int = 1
     autocast: bool = False

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from farflock.node.assembly.text import tokens_of
 from farflock.node.data.folder import PreparedFolder
 from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.model.corpus import load_corpus, read_text
@@ -10,7 +11,7 @@ from farflock.node.model.data import evaluation_rows, evaluation_starts
 from farflock.node.run.manifest import Manifest, parse
 from farflock.node.state.saved_model import SavedModel
 from farflock.node.tokens.json_tokenizer import JsonTokenizer
-from farflock.node.tokens.tokenizer import BYTES, TokenIds, long_text_ids
+from farflock.node.tokens.tokenizer import BYTES, TokenIds
 
 SEQ = 1024  # tokens of a sequence where no run says it, or the model's context if that is shorter
 _SPLIT = "held-out"
@@ -50,7 +51,7 @@ def held_out_text(
             "--data", _unknown(saved, run), "name a folder of prepared data, or a text file"
         )
     _require_vocabulary(saved, saved.tokenizer.vocab_size, "its tokenizer")
-    ids = long_text_ids(saved.tokenizer, text)
+    ids = tokens_of(text, saved.tokenizer)
     return HeldOutText(evaluation_rows(ids, seq, sequences or len(ids)), name)
 
 

@@ -19,6 +19,7 @@ import torch
 from worlds.waiting import LIMIT_S
 
 from farflock.node.assembly.node import replica_node
+from farflock.node.data.samples import text_in_memory
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.run.terms import RunPlan
@@ -192,7 +193,7 @@ class Life:
 
 def main(folder, number, phase):
     torch.set_num_threads(1)
-    text = ByteTokenizer().encode(load_corpus("shakespeare").train[:100_000])
+    text = text_in_memory(ByteTokenizer().encode(load_corpus("shakespeare").train[:100_000]))
     asyncio.run(Life(Path(folder), int(number), phase, text).live())
 
 

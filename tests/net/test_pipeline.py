@@ -20,6 +20,7 @@ from worlds.node_processes import (
     round_of,
 )
 
+from farflock.node.assembly.text import corpus_text
 from farflock.node.demo.baselines import train_baseline
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.data import evaluation
@@ -80,8 +81,14 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
         ]
         states.append(one_state(saved))
     whole = held_out_loss(assembled(plan, states), text)
+    trained = corpus_text(load_corpus("shakespeare"), ByteTokenizer()).train()
     unsplit = train_baseline(
-        replace(plan, accumulate=BATCH), text[0], [status["peer"]], 1, steps, lambda share: None
+        replace(plan, accumulate=BATCH),
+        trained,
+        [status["peer"]],
+        1,
+        steps,
+        lambda share: None,
     )
     untrained = held_out_loss(build(plan.model, plan.run_seed), text)
     best = held_out_loss(unsplit, text)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from farflock.node.assembly.node import replica_node
+from farflock.node.data.samples import text_in_memory
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.model.replica import OnDevice, in_memory
@@ -79,7 +80,7 @@ class Bench:
 @pytest.fixture(scope="session")
 def text():
     torch.set_num_threads(1)
-    return ByteTokenizer().encode(load_corpus("shakespeare").train[:100_000])
+    return text_in_memory(ByteTokenizer().encode(load_corpus("shakespeare").train[:100_000]))
 
 
 @pytest.fixture(scope="session")

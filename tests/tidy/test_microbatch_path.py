@@ -117,9 +117,7 @@ async def one_microbatch():
         world.peer(str(stage), server)
     swarm, text = (
         Swarm(world),
-        SimpleNamespace(
-            batch=lambda number: (torch.zeros(1, TOKENS).long(),) * 2, first=lambda trained: trained
-        ),
+        SimpleNamespace(batch=lambda number: (torch.zeros(1, TOKENS).long(),) * 2),
     )
     directory, policy = (
         StageDirectory(swarm, streams),

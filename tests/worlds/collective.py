@@ -206,7 +206,7 @@ class ExchangeWorld:
             parts["of"] == member and parts["bundle"] == wanted.bundle for member, parts in inputs
         )
         good = [member for member, parts in inputs if not parts["broken"]]
-        if not good:
+        if not any(self.offered[member][1] for member in good):  # nothing, or without weight
             self.event(me, self.machines[me].unreduced, wanted.bundle)
             return
         reduced = json.dumps({"members": good, "bundle": wanted.bundle}).encode()

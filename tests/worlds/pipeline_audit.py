@@ -18,6 +18,8 @@ import torch
 from torch.func import functional_call
 from worlds.pipeline_records import Life, Pass, WatchedSums, Whole, counted
 
+from farflock.node.data.samples import text_in_memory
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.stage_tensors import names_of
@@ -47,7 +49,7 @@ MODEL = ModelConfig(
 )
 TOKENS = 8  # of a microbatch
 STILL = 1e-30  # a rate that no double notices
-TEXT = torch.arange(4000).mul(7).remainder(13).to(torch.int64).numpy().astype("uint16")
+TEXT = text_in_memory(torch.arange(4000).mul(7).remainder(13).numpy().astype("uint16"))
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 # rounds in the log, a snapshot or two of a stage of some kilobytes, payloads on their way
 STORE_BYTES = 2**20
@@ -106,7 +108,7 @@ class Audit:
         # one version, unless the stage was begun again
         self.versions = {}
         self.made_by = {}  # by payload, the pass that made it
-        self._gradients, self._expected, self._policies = {}, {}, {}
+        self._gradients, self._expected, self._policies, self._batches = {}, {}, {}, {}
 
     def run(self, during=None):
         async def main():
@@ -407,9 +409,11 @@ class Audit:
 
     def batch(self, key):
         """Its tokens and targets."""
-        plan = self.plan
-        batches = Batches(TEXT, plan.run_seed, key[0], plan.batch, plan.seq, recurring=plan.samples)
-        return batches.batch(key[1] % NUMBERS)
+        plan, trainer = self.plan, key[0]
+        if trainer not in self._batches:
+            stream = SampleStream(plan.run_seed, trainer)
+            self._batches[trainer] = Batches(TEXT, stream, plan.batch, plan.seq, plan.samples)
+        return self._batches[trainer].batch(key[1] % NUMBERS)
 
     def gradient_of(self, key, back):
         """The expected gradients of the backward pass `back`, by name: one graph, all stages,

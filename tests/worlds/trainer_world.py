@@ -83,10 +83,6 @@ class World:
         assert life == LIFE
         return self.reads.get(peer)
 
-    def first(self, trained):
-        """The batch of a new life, where the run is."""
-        return trained
-
     def batch(self, number):
         return torch.full((1, TOKENS), number % 16), torch.full((1, TOKENS), (number + 1) % 16)
 
@@ -98,10 +94,8 @@ class World:
 
     # the rolls
 
-    agreed_tokens = 0
-
     def tokens(self):
-        return self.agreed_tokens
+        return 0
 
     def serving(self):
         return self.order

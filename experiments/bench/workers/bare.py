@@ -4,12 +4,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from farflock.node.data.samples import Text
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
 from farflock.node.model.llama import PRESETS, build
 from farflock.node.model.step_options import StepOptions
 from farflock.node.run.terms import RunPlan
-from farflock.node.tokens.tokenizer import TokenIds
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 
@@ -43,9 +44,7 @@ class Bare:
     loss, its optimizer is fused, and where nodes compile layers, it compiles the model as a whole,
     the loss included."""
 
-    def __init__(
-        self, plan: RunPlan, tokens: TokenIds, peer: str, device: Device | None = None
-    ) -> None:
+    def __init__(self, plan: RunPlan, text: Text, peer: str, device: Device | None = None) -> None:
         self._plan, self._device = plan, device or Device()
         self._model = build(plan.model, plan.run_seed).to(self._device.place)
         self._inner = plan.inner.build(self._model, fused=self._device.has_fused_adamw)
@@ -53,7 +52,7 @@ class Bare:
         if StepOptions().compiles_on(self._device):
             self._loss_of = torch.compile(self._loss, dynamic=False)
         self._batches = Batches(
-            tokens, plan.run_seed, peer, plan.batch, plan.seq, recurring=plan.samples
+            text, SampleStream(plan.run_seed, peer), plan.batch, plan.seq, plan.samples
         )
         self._step = 0
         self.loss = float("nan")

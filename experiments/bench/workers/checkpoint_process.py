@@ -25,6 +25,7 @@ from farflock.experiments.bench.workers.loop_process import alone
 from farflock.experiments.measure.threads import one_thread
 from farflock.node.assembly.checkpoints import CheckpointManager
 from farflock.node.assembly.node import ReplicaNode
+from farflock.node.data.samples import text_in_memory
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.llama import ModelConfig
 from farflock.node.state import checkpoint
@@ -125,7 +126,7 @@ async def measured(settings: Settings, folder: Path) -> list[dict[str, float | s
     """Return the lines of all steps but the first, and of all checkpoints."""
     plan = plan_of("demo", 1, settings.seq, "diloco", codec="int8", period=PERIOD)
     plan = replace(plan, model=settings.model)
-    tokens = ByteTokenizer().encode(load_corpus(SHIPPED).train)
+    tokens = text_in_memory(ByteTokenizer().encode(load_corpus(SHIPPED).train))
     async with alone(plan, tokens) as (node, steps):
         cuts = node.loop.driver.cuts = TimedCuts()
         keeper = CheckpointManager(node, RunFolder(folder), "bench", "", float("inf"), keep=1)

@@ -20,6 +20,7 @@ import torch
 from farflock.experiments.bench.workers.bare import Bare, plan_of, schedule_at
 from farflock.experiments.bench.workers.loop_process import alone, require_alike
 from farflock.experiments.measure.metric import seconds
+from farflock.node.data.samples import text_in_memory
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.device import Device, choose
 from farflock.node.model.llama import ModelConfig
@@ -70,7 +71,7 @@ async def measured(
 ) -> AsyncIterator[dict[str, float]]:
     """Yield the seconds of each turn but the first, which warms up."""
     plan, clock = size.plan(), time.perf_counter
-    tokens = ByteTokenizer().encode(load_corpus(SHIPPED).train)
+    tokens = text_in_memory(ByteTokenizer().encode(load_corpus(SHIPPED).train))
     turn_tokens = size.steps * size.batch * size.seq
     async with alone(plan, tokens, device) as (node, _):
         bare = Bare(plan, tokens, node.peer.me, device)

@@ -17,6 +17,7 @@ import torch
 from farflock.experiments.bench.workers.fleet import Owner
 from farflock.experiments.bench.workers.member import SEED, Place, meet, member
 from farflock.node.assembly.node import ReplicaNode, replica_node
+from farflock.node.data.samples import text_in_memory
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import ModelConfig
 from farflock.node.run.terms import RunPlan
@@ -148,7 +149,7 @@ async def main(settings: Settings) -> None:
         Worker("train"),
         Books(),
     )
-    text = ByteTokenizer().encode(load_corpus("shakespeare").train[:TEXT])
+    text = text_in_memory(ByteTokenizer().encode(load_corpus("shakespeare").train[:TEXT]))
     reductions = Reductions(codecs)
     async with member(owner, settings, reductions) as peer:
         part = replica_node(

@@ -29,11 +29,12 @@ from farflock.experiments.bench.workers.member import RUN, SEED, Place, member
 from farflock.experiments.measure.metric import NotMeasured, seconds
 from farflock.experiments.measure.threads import one_thread
 from farflock.node.assembly.node import ReplicaNode, replica_node
+from farflock.node.data.samples import Text, text_in_memory
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.device import Device
 from farflock.node.run.terms import RunPlan
 from farflock.node.state.history import History
-from farflock.node.tokens.tokenizer import ByteTokenizer, TokenIds
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.swarm.compute import Worker
 from farflock.swarm.peer.peer import RunTerms
 
@@ -67,7 +68,7 @@ async def measured(size: Size, thread: ThreadPoolExecutor) -> AsyncIterator[dict
     which costs more than the difference to be measured. The node is idle meanwhile.
     """
     plan = plan_of(size.preset, size.batch, size.seq, "local")
-    tokens = ByteTokenizer().encode(load_corpus(SHIPPED).train)
+    tokens = text_in_memory(ByteTokenizer().encode(load_corpus(SHIPPED).train))
     turn_tokens = size.steps * size.batch * size.seq
     async with alone(plan, tokens) as (node, steps):
         bare = Bare(plan, tokens, node.peer.me)
@@ -98,7 +99,7 @@ async def _clocks(steps: Worker) -> tuple[float, float, float]:
 
 @contextlib.asynccontextmanager
 async def alone(
-    plan: RunPlan, tokens: TokenIds, device: Device | None = None
+    plan: RunPlan, tokens: Text, device: Device | None = None
 ) -> AsyncIterator[tuple[ReplicaNode, Worker]]:
     """Run a node that is the only member of its run, on a device (None: the CPU), and the worker of
     its steps; remove its files afterwards."""

@@ -20,6 +20,7 @@ from farflock.experiments.bench.workers.bare import plan_of
 from farflock.experiments.bench.workers.fleet import Owner
 from farflock.experiments.bench.workers.member import Place, meet, member
 from farflock.node.assembly.node import ReplicaNode, replica_node
+from farflock.node.data.samples import text_in_memory
 from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.swarm.compute import Worker
@@ -132,7 +133,7 @@ async def main(settings: Settings) -> None:
             results.append(fields)
 
     async with member(owner, settings, codecs) as peer:
-        tokens = ByteTokenizer().encode(TEXT)
+        tokens = text_in_memory(ByteTokenizer().encode(TEXT))
         node = replica_node(plan, peer, tokens, compute=codecs, train=codecs, report=report)
         view = await meet(owner, peer, settings, peer.found, peer.join)
         rounds = Rounds(owner, settings, node, results)

@@ -18,6 +18,7 @@ from farflock.experiments.bench.workers.bare import plan_of
 from farflock.experiments.bench.workers.fleet import Owner
 from farflock.experiments.bench.workers.member import Place, meet, member
 from farflock.node.assembly.node import ReplicaNode, replica_node
+from farflock.node.data.samples import text_in_memory
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.device import choose
 from farflock.node.model.llama import ModelConfig
@@ -92,7 +93,7 @@ async def node_of(
     codecs, state, steps = works
     plan = plan_of("demo", settings.batch, settings.seq, arm.method, **arm.options)
     plan = dataclasses.replace(plan, model=settings.model)
-    tokens = ByteTokenizer().encode(load_corpus("shakespeare").train[:TEXT])
+    tokens = text_in_memory(ByteTokenizer().encode(load_corpus("shakespeare").train[:TEXT]))
     results: list[dict[str, object]] = []
 
     def report(kind: str, fields: dict[str, object]) -> None:

@@ -19,6 +19,8 @@ from torch.nn import functional
 from farflock.experiments.bench.workers import bare
 from farflock.experiments.bench.workers.fleet import Owner
 from farflock.experiments.bench.workers.member import Place, meet, member
+from farflock.node.data.samples import Text, text_in_memory
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import ModelConfig, build
@@ -27,7 +29,7 @@ from farflock.node.pipeline.node import PipelineNode
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.split import even
 from farflock.node.run.terms import PipelinePlan, RunPlan
-from farflock.node.tokens.tokenizer import ByteTokenizer, TokenIds
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.swarm.compute import Worker
 from farflock.swarm.roles import role_of
 
@@ -59,11 +61,13 @@ def pipeline_of(plan: RunPlan, stages: int, microbatches: int) -> PipelinePlan:
 class PlainLoop:
     """The yardstick: the unsplit model, with steps of as many microbatches."""
 
-    def __init__(self, plan: RunPlan, microbatches: int, tokens: TokenIds, number: int) -> None:
+    def __init__(self, plan: RunPlan, microbatches: int, tokens: Text, number: int) -> None:
         self._plan, self._count = plan, microbatches
         self.model = build(plan.model, plan.run_seed)
         self._inner = plan.inner.build(self.model)
-        self._batches = Batches(tokens, plan.run_seed, str(number), plan.batch, plan.seq)
+        self._batches = Batches(
+            tokens, SampleStream(plan.run_seed, str(number)), plan.batch, plan.seq
+        )
         self.begun = 0  # microbatches
 
     def train(self, steps: int) -> float:
@@ -162,9 +166,9 @@ async def main(settings: Settings) -> None:
             both.create_task(turns.run())
 
 
-def corpus() -> TokenIds:
+def corpus() -> Text:
     """Return the text that both arms train on."""
-    return ByteTokenizer().encode(load_corpus(SHIPPED).train)
+    return text_in_memory(ByteTokenizer().encode(load_corpus(SHIPPED).train))
 
 
 if __name__ == "__main__":

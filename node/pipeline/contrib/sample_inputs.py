@@ -7,7 +7,7 @@ whole (node/pipeline/contrib/sample_memory.py). This module implements `StageInp
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farflock.node.model.data import BatchStream
+from farflock.node.model.data import Batches
 from farflock.node.pipeline.contrib.sample_memory import Known, Row, TrainerMemory, refers
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Visit
@@ -59,7 +59,7 @@ class SampleOutput:
 class SampleInputs:
     """The trainer's end of every edge."""
 
-    def __init__(self, edges: Edges, stream: BatchStream) -> None:
+    def __init__(self, edges: Edges, stream: Batches) -> None:
         self.memory, self._stream = TrainerMemory(edges), stream
         # rows that came whole or as differences, and rows that a server lacked
         self.counts = self.memory.counts

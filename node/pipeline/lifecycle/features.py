@@ -18,7 +18,7 @@ from typing import Any
 
 from farflock.compression.activation import ActivationCodec
 from farflock.compression.subspace_versions import SubspaceVersions
-from farflock.node.model.data import BatchStream
+from farflock.node.model.data import Batches
 from farflock.node.model.llama import ModelConfig
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.passes.edges import Edges
@@ -45,7 +45,7 @@ def edge_ends(edges: Edges) -> EdgeEnds:
     return made
 
 
-def stage_inputs(edges: Edges, batches: BatchStream) -> StageInputs:
+def stage_inputs(edges: Edges, batches: Batches) -> StageInputs:
     """Make a trainer's store of stage inputs, of the kind that the run's codec needs."""
     if not edges.remembers:
         return WholeInputs()

@@ -119,8 +119,7 @@ class StageAccounts:
     def tokens(self) -> int:
         """Tokens merged here that are not yet known to count and that the next round can use.
 
-        If others made a batch full, the round would find nothing in it, and last to its
-        deadline."""
+        If others made a batch full, the round would find nothing in it, and fail."""
         number = self._applied() + 1
         late = sum(self._is_late(weights, number) for weights in list(self.sums.rounds.values()))
         return (self._unclosed - len(self.late) - late) * self._tokens_each

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from farflock.node.model.data import BatchStream
+from farflock.node.model.data import Batches
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Version, Visit
 from farflock.node.pipeline.trainer.blame import PayloadOrigins
@@ -235,7 +235,7 @@ class MicrobatchSource:
 
     def __init__(
         self,
-        batches: BatchStream,
+        batches: Batches,
         edges: Edges,
         policy: PathPolicy,
         lane: int = 0,
@@ -247,12 +247,6 @@ class MicrobatchSource:
         self._first = self._next = self._uncounted = first
         # told, once rounds have counted some, the batch from which on another life begins
         self.counted: Callable[[int], object] = lambda batch: None
-
-    def skip(self, tokens: int) -> None:
-        """Move to this trainer's first batch in a run that has trained `tokens` tokens; call this
-        before the first draw."""
-        first = self._batches.first(tokens // self.edges.tokens)
-        self._first = self._next = self._uncounted = self._first + first
 
     def settle(self, kept: Collection[int]) -> None:
         """Note that rounds have counted all microbatches drawn so far but those that are kept."""

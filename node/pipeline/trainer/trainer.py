@@ -73,7 +73,6 @@ class Trainer:
     async def run(self, enough: Callable[[], bool]) -> None:
         """Train until `enough()` is true or `stopping` is set; then give up the microbatches in
         flight."""
-        self.source.skip(self._stage_directory.tokens())
         try:
             while not (self.stopping or enough()):
                 if self._failure is not None:

@@ -5,8 +5,8 @@ live contributors), so that the decided content survives its proposer. The kind 
 determines the list (`Content.closable`); Paxos ensures that only one is decided
 (`swarm/protocol/decide.py`). Proposers take turns: a member proposes once all live ones before it
 have had time to, and gives each ballot more time than the last, so that one gets through even over
-slow links. At the deadline members propose the empty list: the exchange has failed, and all agree
-that it has. No member is ever left to guess.
+slow links. At the deadline, or once nothing can come of it, members propose the empty list: the
+exchange has failed, and all agree that it has. No member is ever left to guess.
 
 The table has the states of one member, by its role in the exchange. A contributor must hold the
 decided content before it is complete ("held"); a voter does not need it and is complete at once.
@@ -147,7 +147,8 @@ class Closing:
     def _places(self, now_s: float) -> Iterable[int] | None:
         """Return the places that could be decided now; None to keep waiting.
 
-        Empty after the deadline, or once no contributor is alive: the exchange has failed."""
+        Empty after the deadline, once no contributor is alive, or if what the living bring has no
+        weight: the exchange has failed."""
         # A list states the run's tokens, which this voter could only guess.
         if self.prior_tokens is None and not self._roster.contributes:
             return None

@@ -4,7 +4,8 @@ The reduced bundles are the items. Bundle b is reduced by the first live member 
 is the same in all rounds. A reducer fetches the contributions to its bundles as they are offered,
 reduces once no more are expected, and announces the result; the others fetch it. If the reducer
 dies or stays silent, the next in line takes over, and one bundle may have rival results: the close
-list names one of each.
+list names one of each. If nothing that is expected has any weight, there is no mean: the exchange
+fails at once, and its members go on to the next round.
 
 The table has the states of one bundle at a member that reduces it. "spoilt": no contribution was
 usable. "narrowed": in a uniform mean, the result has contributions that another bundle is missing.
@@ -67,6 +68,8 @@ class Mean(Content):
         # By missing contribution, the bundles that need it.
         self._waiting: dict[bytes, set[int]] = {}
         self._concerned: set[int] = set()  # bundles that may have become reducible
+        # Bundles of which all contributions that are expected are here, and none has any weight.
+        self._weightless: set[int] = set()
 
     # events
 
@@ -116,6 +119,8 @@ class Mean(Content):
         """Reduce what can be reduced now, in all bundles or in those of the last event."""
         bundles = self._possible(now_s) if everywhere else sorted(self._concerned)
         self._concerned.clear()
+        if everywhere:
+            self._weightless.clear()
         for bundle in bundles:
             if self._states[bundle] == "idle" and self._is_mine(bundle, now_s):
                 self._try(bundle, now_s)
@@ -140,10 +145,11 @@ class Mean(Content):
         return sends
 
     def closable(self, now_s: float) -> Iterable[int] | None:
-        """Return the places of all bundles once one result of each is agreed."""
+        """Return the places of all bundles once one result of each is agreed, none if a bundle has
+        no mean."""
         agreed, bundles = self.availability.agreed, self._terms.bundles
         if len(agreed) < bundles:
-            return None
+            return () if self._weightless else None
         masks = {item.mask for item in agreed.values()}
         return None if self._terms.uniform and len(masks) > 1 else range(bundles)
 
@@ -156,7 +162,8 @@ class Mean(Content):
         self._context.actions.add(Reduce(bundle, inputs))
 
     def _try(self, bundle: int, now_s: float) -> None:
-        """Fetch the contributions to one of our bundles; reduce once no more are expected."""
+        """Fetch the contributions to one of our bundles; reduce once no more are expected, unless
+        they have no weight."""
         inputs = self._usable(bundle)
         held = self.availability.held
         missing = [(member, digest) for member, _, digest in inputs if digest not in held]
@@ -164,15 +171,21 @@ class Mean(Content):
             self._waiting.setdefault(digest, set()).add(bundle)
             size = self.offers[member].sizes[bundle]
             self.fetch(bundle, digest, size, functools.partial(self._contributor, member))
-        if self._may_reduce(now_s, len(inputs), {member for member, _ in missing}):
-            self._begin(bundle, "begun", tuple(entry for entry in inputs if entry[2] in held))
+        here = tuple(entry for entry in inputs if entry[2] in held)
+        all_here = self._is_all_here({member for member, _ in missing})
+        weighs = any(weight for _, weight, _ in here)
+        if all_here and not weighs:
+            self._weightless.add(bundle)
+        enough = weighs and len(here) >= self._terms.min_participants
+        if enough and (all_here or now_s >= self._context.soft_s):
+            self._begin(bundle, "begun", here)
 
     def _narrow(self) -> None:
         """Reduce again the bundles with contributions that another bundle is missing."""
         for bundle in list(self._results):
             fewer = tuple(entry for entry in self._inputs[bundle] if self._common >> entry[0] & 1)
             has = contributions(item_of(self._results[bundle]))
-            # A narrowed reduction has the same lower bound as any other (`_may_reduce`).
+            # A narrowed reduction has the same lower bound as any other (`_try`).
             if max(self._terms.min_participants, 1) <= len(fewer) < has:
                 del self._results[bundle]  # until it is replaced
                 self._begin(bundle, "narrowed", fewer)
@@ -215,12 +228,11 @@ class Mean(Content):
             if digest not in self.availability.corrupt and self._common >> member & 1
         )
 
-    def _may_reduce(self, now_s: float, offered: int, missing: set[int]) -> bool:
-        living, suspects = self._roster.living, self._roster.suspects
-        usable = offered - len(missing) >= self._terms.min_participants
-        # Suspects may never deliver, so their payloads hold nothing up; after `soft_s` none does.
-        all_here = self.offers.includes(living) and not missing - suspects
-        return usable and (all_here or now_s >= self._context.soft_s)
+    def _is_all_here(self, missing: set[int]) -> bool:
+        """True if no more contributions are expected than those that are here.
+
+        Suspects may never deliver, so their payloads hold nothing up."""
+        return self.offers.includes(self._roster.living) and not missing - self._roster.suspects
 
     def _contributor(self, member: int) -> tuple[int, ...]:
         return (member,) if self._decided is None else ()

@@ -17,6 +17,7 @@ from farflock.experiments.pipelines.checkfree import (
     run,
     trace,
 )
+from farflock.node.data.samples import text_in_memory
 from farflock.node.model.llama import PRESETS
 from farflock.optimizers.parts.state import state_hash
 
@@ -40,7 +41,7 @@ def text():
         .numpy()
         .astype("uint16")
     )
-    return Text.of(TINY, tokens[:3000], tokens[3000:])
+    return Text.of(TINY, text_in_memory(tokens[:3000]), tokens[3000:])
 
 
 def everything(served):

@@ -19,13 +19,14 @@ from farflock.experiments.pipelines.selective import (
     group_of,
     writers,
 )
+from farflock.node.data.samples import text_in_memory
 from farflock.node.errors import Failure
 from farflock.optimizers.method import Progress
 
 SIZE = Size(
     replicas=2, steps=6, period=3, codec="fp32", ranks=[8, 2], rates=[6e-3], seeds=[1], held_out=4
 )
-TEXT = (
+TEXT = text_in_memory(
     torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(0))
     .numpy()
     .astype("uint16")

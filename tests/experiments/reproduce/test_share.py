@@ -5,6 +5,7 @@ import torch
 from farflock.experiments.pipelines.text import texts
 from farflock.experiments.reproduce.job import RUN
 from farflock.experiments.reproduce.share import Share
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Batches
 
 
@@ -13,7 +14,7 @@ def parts(count, size):
 
 
 def test_the_parts_of_a_step_are_its_whole_batch_in_order():
-    whole = Batches(texts()[0], 3, RUN, 8, 8)
+    whole = Batches(texts()[0], SampleStream(3, RUN), 8, 8)
     for count, size in ((1, 8), (2, 4), (4, 2), (8, 1)):
         for step in (0, 1, 17):
             x, y = (
@@ -24,12 +25,12 @@ def test_the_parts_of_a_step_are_its_whole_batch_in_order():
             assert torch.equal(y, whole.batch(step)[1])
 
 
-def test_a_share_without_parts_is_the_beginning_of_the_batch():
-    alone = Share(texts()[0], 3, RUN, 2, 8)
-    assert (alone.starts(5) == Batches(texts()[0], 3, RUN, 8, 8).starts(5)[:2]).all()
+def test_a_share_without_parts_has_all_samples():
+    alone, whole = Share(texts()[0], 3, RUN, 2, 8), Batches(texts()[0], SampleStream(3, RUN), 2, 8)
+    assert torch.equal(alone.batch(5)[0], whole.batch(5)[0])
 
 
 def test_another_step_and_another_seed_have_other_sequences():
     one = Share(texts()[0], 3, RUN, 4, 8)
-    assert (one.starts(0) != one.starts(1)).any()
-    assert (one.starts(0) != Share(texts()[0], 4, RUN, 4, 8).starts(0)).any()
+    assert not torch.equal(one.batch(0)[0], one.batch(1)[0])
+    assert not torch.equal(one.batch(0)[0], Share(texts()[0], 4, RUN, 4, 8).batch(0)[0])

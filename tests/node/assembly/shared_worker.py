@@ -17,8 +17,8 @@ from worlds.model_folder import QWEN3, weights_of, write_model
 from farflock.node.assembly.followers import Assignment, lead
 from farflock.node.assembly.node import replica_node
 from farflock.node.assembly.resume import checkpoint_state, load_state
+from farflock.node.assembly.text import text_of
 from farflock.node.model import loss
-from farflock.node.model.corpus import load_corpus
 from farflock.node.model.device import Device
 from farflock.node.model.llama import build
 from farflock.node.model.ranks import FollowerLost
@@ -26,7 +26,6 @@ from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.process.torchrun import follow_leader, gathered, place_of, unless_lost
 from farflock.node.run.manifest import resolve
 from farflock.node.state import checkpoint
-from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.node.train.shared_task import SharedTask
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
@@ -65,7 +64,8 @@ class World:
         self.identity = Identity.from_seed(bytes(32))
         self.weights = None  # that the run starts from, if not from its seed
         Path(self.corpus).write_text("\n".join(f"{n} squared is {n * n}" for n in range(2000)))
-        self.text = ByteTokenizer().encode(load_corpus(self.corpus).train)
+        os.environ["FARFLOCK_HOME"] = str(folder / "home")
+        self.text = text_of(self.manifest().data).train()
 
     def manifest(self, **terms):
         return manifest(self.corpus, **terms)

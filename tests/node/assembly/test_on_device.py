@@ -15,6 +15,7 @@ from worlds.card import CARD, OutOfMemory, probabilities_bytes
 from worlds.waiting import until
 
 from farflock.node.assembly.resume import checkpoint_state, load_state
+from farflock.node.model.data import evaluation
 from farflock.node.model.device import choose
 from farflock.node.model.evaluation import losses
 from farflock.node.model.generate import generate
@@ -208,7 +209,7 @@ def test_a_round_copies_the_weights_twice_and_never_all_at_once(bench, text, sin
 def test_losses_and_text_are_those_of_the_cpu(bench, text, accelerator):
     here = alone(bench(text, "local", total=TOKENS)).model
     there = copy.deepcopy(here).to(accelerator)
-    x, y = (torch.as_tensor(text[at : at + 128].astype("int64")).view(4, 32) for at in (0, 1))
+    x, y = evaluation(text.sources[0].read(0), 32, 4)
     torch.testing.assert_close(losses(there, x, y), losses(here, x, y))
     said = [generate(model, ByteTokenizer(), "To be", 20) for model in (there, here)]
     assert said[0] == said[1]

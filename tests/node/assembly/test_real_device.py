@@ -10,6 +10,7 @@ import torch
 
 from farflock.node.assembly.node import task_of
 from farflock.node.assembly.trial_step import fitting
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device, choose
 from farflock.node.model.llama import ModelConfig, build
@@ -62,7 +63,9 @@ def plan(model=MODEL, batch=BATCH, seq=SEQ):
 
 def task(run, text, device, options=PLAIN):
     model = build(run.model, 3).to(device.place)
-    return task_of(run, model, Batches(text, 3, "peer", run.batch, run.seq), device, options)
+    return task_of(
+        run, model, Batches(text, SampleStream(3, "peer"), run.batch, run.seq), device, options
+    )
 
 
 def stepped(made, steps):

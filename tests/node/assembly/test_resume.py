@@ -73,7 +73,7 @@ def stopped(bench, folder, at):
     ],
 )
 def test_one_peer_alone_goes_on_bit_by_bit(bench, text, tmp_path, method, at):
-    made = bench(text, method, total=3_200, **METHODS[method])
+    made = bench(text, method, total=4_160, **METHODS[method])
     expected, found = whole(made, tmp_path / "whole"), stopped(made, tmp_path / "stopped", at)
     assert found.meta == expected.meta
     assert found.step == expected.step

@@ -9,7 +9,7 @@ from farflock.node.assembly.text import text_of
 from farflock.node.data.shard_order import SampleStream
 from farflock.node.errors import RefusedByRun
 from farflock.node.model.corpus import load_corpus
-from farflock.node.model.data import batches_of
+from farflock.node.model.data import Batches
 from farflock.node.run.manifest import resolve
 from farflock.node.tokens.tokenizer_training import train_tokenizer
 
@@ -21,10 +21,16 @@ def corpus(tmp_path, monkeypatch):
     return {"corpus": str(tmp_path / "own.txt")}
 
 
+def trained(text):
+    """All shards that are trained on."""
+    (source,) = text.train().sources
+    return np.concatenate([source.read(number) for number in range(len(source.sizes))])
+
+
 def test_bytes_are_the_default(corpus):
-    text = text_of(resolve({"data": corpus}).data)
-    assert bytes(text.train().tolist()) == text.corpus.train.encode()
-    assert bytes(text.held_out().tolist()) == text.corpus.held_out.encode()
+    text, plain = text_of(resolve({"data": corpus}).data), load_corpus(corpus["corpus"])
+    assert bytes(trained(text).tolist()) == plain.train.encode() + b"\xff"
+    assert bytes(text.held_out().tolist()) == plain.held_out.encode()
 
 
 def test_a_tokenizer_of_its_own_makes_fewer_tokens_of_the_same_text(corpus, tmp_path):
@@ -33,10 +39,10 @@ def test_a_tokenizer_of_its_own_makes_fewer_tokens_of_the_same_text(corpus, tmp_
     )
     manifest = resolve({"data": corpus | {"tokenizer": str(tmp_path / "tok.json")}})
     text = text_of(manifest.data)
-    tokens = text.train()
+    tokens, plain = trained(text), load_corpus(corpus["corpus"]).train
     assert tokens.dtype == np.uint16
-    assert len(tokens) < 0.6 * len(text.corpus.train)
-    assert text.tokenizer.decode(tokens.tolist()) == text.corpus.train
+    assert len(tokens) < 0.6 * len(plain)
+    assert text.tokenizer.decode(tokens.tolist()) == plain
     assert manifest.model.vocab_size == 500
 
 
@@ -64,7 +70,7 @@ def test_prepared_data_are_read_in_place_with_the_share_of_each(folders):
     roots = [text_module.PreparedFolder(folder).root for folder in folders]
     data = described(folders, mix=dict(zip(roots, (3.0, 1.0), strict=True)))
     text = text_of(data, folders[::-1])
-    x, _ = batches_of(text.train(), SampleStream(1, "alice"), 1000, 8).batch(0)
+    x, _ = Batches(text.train(), SampleStream(1, "alice"), 1000, 8).batch(0)
     loud = sum(bytes(row.tolist()).isupper() for row in x)
     calm = sum(bytes(row.tolist()).islower() for row in x)
     assert (calm, loud) == (750, 250)

@@ -15,7 +15,13 @@ from farflock.node.data.cursor import BadCursor, Cursor, SourcePlace
 from farflock.node.data.index import BadIndex
 from farflock.node.data.mixture import BadMixture, Mixture
 from farflock.node.data.packing import sample_starts
-from farflock.node.data.samples import FolderShards, SampleReader, Text, TooShort
+from farflock.node.data.samples import (
+    FolderShards,
+    SampleReader,
+    Text,
+    TooShort,
+    text_in_memory,
+)
 from farflock.node.data.shard_order import SampleStream, ShardOrder
 
 END, LENGTH = 0, 9
@@ -147,6 +153,25 @@ def test_eight_shards_are_open_and_the_first_sample_needs_one():
     assert sorted(set(held)) == [1, 2, 4, 8]
 
 
+def test_peers_in_one_process_share_what_is_open_and_keep_nothing_that_is_not():
+    source = Shards("a", 50)
+    text = Text((source,), (1.0,))
+    one, other = (SampleReader(text, SampleStream(1, peer), LENGTH) for peer in ("alice", "bob"))
+    assert one.read(0, 5).tolist() != other.read(0, 5).tolist()
+    assert source.read_counts.total() == 1
+    del one, other
+    assert source.open_shards() == 0
+
+
+def test_tokens_in_memory_are_one_shard_that_is_named_by_its_content():
+    tokens = np.arange(1, 100, dtype=np.uint16)
+    one, other = text_in_memory(tokens), text_in_memory(tokens + 1)
+    rows = SampleReader(one, ALICE, LENGTH).read(0, 11)
+    assert sorted(rows[:, 0].tolist()) == list(range(1, 100, LENGTH))
+    assert one.sources[0].name == text_in_memory(tokens.copy()).sources[0].name
+    assert one.sources[0].name != other.sources[0].name
+
+
 def test_a_shard_without_a_sample_is_passed_over():
     source = Shards("a", 5, 5, 5, 5, 30, 5, 5, 5, 5, 5, 5)
     rows = SampleReader(Text((source,), (1.0,)), ALICE, LENGTH).read(0, 30)
@@ -204,6 +229,7 @@ def test_a_prepared_folder_is_read_in_place_and_a_damaged_shard_is_named(small, 
         content.read("train", n).astype(np.uint8).tobytes() for n in range(content.shards("train"))
     )
     assert all(bytes(row.tolist()) in everything for row in rows)
+    del reader  # what it has open would be shared
     place = content.place("train", 0)
     with place.path.open("r+b") as file:
         file.seek(place.offset + 5)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from farflock.node.data.samples import text_in_memory
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model import evaluation as module
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.data import Batches, evaluation, evaluation_rows, inputs_and_targets
@@ -89,7 +91,10 @@ def test_a_tiny_model_falls_below_the_unigram_loss_on_the_shipped_plays():
     train, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
     floor = unigram_loss(train, held_out, tokenizer.vocab_size)
     assert 3.2 < floor < 3.4
-    model, data = build(PRESETS["tiny"], 0), Batches(train, 0, "alice", 8, 64)
+    model, data = (
+        build(PRESETS["tiny"], 0),
+        Batches(text_in_memory(train), SampleStream(0, "alice"), 8, 64),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95))
     windows = evaluation(held_out, 64, 64)
     before = evaluate(model, *windows)

@@ -50,10 +50,10 @@ class ReplicaWorld:
 
     me = "me"
 
-    def __init__(self, ahead=100, kept=100, agreed=0, order=lambda number: range(STAGES)):
+    def __init__(self, ahead=100, kept=100, order=lambda number: range(STAGES)):
         self.membership, self.is_member = self, True
         self.servers = [Server(span) for span in even(MODEL, STAGES)]
-        self.closed, self.doubtful, self.events, self.costs, self.agreed = [], [], [], [], agreed
+        self.closed, self.doubtful, self.events, self.costs = [], [], [], []
         self.left_out = []
         parts = [LocalStage(server, server) for server in self.servers]
         report = lambda kind, fields: self.events.append((kind, fields))  # noqa: E731
@@ -66,9 +66,6 @@ class ReplicaWorld:
 
     def left(self):
         return ()
-
-    def first(self, trained):
-        return trained
 
     def batch(self, number):
         drawn = torch.randint(
@@ -83,7 +80,7 @@ class ReplicaWorld:
         return found
 
     def tokens(self):
-        return self.agreed
+        return 0
 
     def named(self):
         while self.closed:
@@ -184,13 +181,6 @@ def test_what_a_round_left_out_as_too_late_is_dropped_and_does_not_count_as_fini
         {"number": FIRST, "stage": 1}
     ]
     assert world.left_out == []
-
-
-def test_it_begins_in_its_stream_where_the_run_is():
-    world = ReplicaWorld(agreed=5 * TOKENS)
-    world.run(WHOLE_S)
-    assert world.numbers() == [FIRST + 5]
-    assert world.trainer.source.begun == 1
 
 
 def test_no_more_wait_for_a_step_that_is_due_than_may_be_late():

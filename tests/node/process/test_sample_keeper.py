@@ -47,11 +47,6 @@ def test_the_place_of_the_first_batch_that_does_not_count_is_on_disk(tmp_path):
     assert SamplePosition(tmp_path, RUN).read() == b"at 7"
 
 
-def test_batches_whose_number_is_enough_leave_no_file(tmp_path):
-    run_virtual(keeper(tmp_path, SimpleNamespace(cursor=lambda batch: b"")).counted(7))
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path, caplog):
     def full(content):
         raise OSError(28, "No space left on device")

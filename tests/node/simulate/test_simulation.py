@@ -1,13 +1,16 @@
 """Whole simulated runs: real steps of a tiny model, a lossy network, peers that die and return."""
 
+import collections
 import functools
+import itertools
 
 import pytest
 import torch
 
+from farflock.node.data.samples import text_in_memory
 from farflock.node.errors import Usage
 from farflock.node.model.corpus import load_corpus
-from farflock.node.model.data import evaluation
+from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.llama import PRESETS
 from farflock.node.run.terms import RunPlan
 from farflock.node.simulate.simulation import SimulationResult, World, held_out, simulate
@@ -18,12 +21,13 @@ from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.sim.network import LinkModel
 
 TOKENS = 12_000
+BATCH, PERIOD = 2, 4
 
 
 @pytest.fixture(scope="module")
 def text():
     torch.set_num_threads(1)
-    return ByteTokenizer().encode(load_corpus("shakespeare").train[:200_000])
+    return text_in_memory(ByteTokenizer().encode(load_corpus("shakespeare").train[:200_000]))
 
 
 def simulated(
@@ -52,9 +56,9 @@ def plain(text):
 
 def plan_of(method: str, seed=1, codec="fp16", total=TOKENS) -> RunPlan:
     options = {"codec": codec, "deadline_s": 8.0} if method != "local" else {}
-    options |= {"period": 4} if method in ("noloco", "diloco") else {}
+    options |= {"period": PERIOD} if method in ("noloco", "diloco") else {}
     inner, schedule = InnerConfig(lr=1e-2), Schedule(1e-2, total)
-    return RunPlan(seed, PRESETS["tiny"], inner, schedule, method, options, batch=2, seq=32)
+    return RunPlan(seed, PRESETS["tiny"], inner, schedule, method, options, batch=BATCH, seq=32)
 
 
 def facts(outcome: SimulationResult):
@@ -119,6 +123,32 @@ def test_a_run_that_was_interrupted_goes_on_bit_by_bit(text, tmp_path, method: s
         text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut"
     )
     assert facts(once_more) == facts(whole)
+
+
+def test_a_peer_that_was_killed_or_saved_goes_on_where_its_samples_count(
+    text, monkeypatch, tmp_path
+):
+    lives = collections.defaultdict(dict)  # by peer and life, the samples at which batches begin
+    rows = Batches._rows
+
+    def watched(self, step):
+        lives[self._stream.peer].setdefault(self, []).append(self._sample(step))
+        return rows(self, step)
+
+    monkeypatch.setattr(Batches, "_rows", watched)
+    outcome = simulated(
+        text, "diloco", loss=0.1, churn_s=8.0, leg_tokens=4_000, total=8_000, folder=tmp_path
+    )
+    goes_on = []  # by change of life, where the next one begins, and how much comes again
+    for each in lives.values():
+        for before, after in itertools.pairwise(each.values()):
+            assert after == list(range(after[0], after[-1] + 1, BATCH))
+            goes_on.append((after[0], before[-1] + BATCH - after[0]))
+    assert outcome.kills
+    assert len(goes_on) == len(lives) + outcome.kills, "at the end of a leg, all stop"
+    assert all(again >= 0 for _, again in goes_on), "none is passed over"
+    assert sum(again == 0 for _, again in goes_on) >= len(lives), "all that are saved go on there"
+    assert sum(again > 0 and first > 0 for first, again in goes_on) >= 2, "so do killed ones"
 
 
 def test_a_leg_that_was_cut_short_is_not_believed(text, tmp_path):
@@ -189,7 +219,7 @@ def test_the_held_out_loss_is_the_mean_over_peers_of_what_they_would_export(
     text, plain, method: str
 ):
     outcome = plain(method)
-    x, y = evaluation(text, 32, 16)
+    x, y = evaluation(text.sources[0].read(0), 32, 16)
     plan = plan_of(method)
     each = [held_out(plan, [state], x, y) for state in outcome.states.values()]
     together = held_out(plan, outcome.states.values(), x, y)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from worlds.model_folder import QWEN3, SMALL, SPLIT, weights_of, write_model
 
+from farflock.node.data.samples import text_in_memory
 from farflock.node.model.evaluation import losses
 from farflock.node.model.llama import build
 from farflock.node.model.replica import PlainReplica
@@ -21,7 +22,7 @@ from farflock.swarm.roles import EVERY
 from farflock.swarm.sim.virtual_time import run_virtual
 
 STILL = 1e-12  # a rate with which weights stay as they began
-TEXT = torch.arange(40_000, dtype=torch.int64).mul_(7).remainder_(251).numpy()
+TEXT = text_in_memory(torch.arange(40_000, dtype=torch.int64).mul_(7).remainder_(251).numpy())
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.node.tokens import tokenizer
-from farflock.node.tokens.tokenizer import ByteTokenizer, long_text_ids, token_array
+from farflock.node.tokens.tokenizer import ByteTokenizer, token_array
 
 BYTES = ByteTokenizer()
 
@@ -46,25 +45,3 @@ def test_ids_take_no_more_bytes_than_the_vocabulary_needs(vocabulary, kind):
     ids = token_array([0, vocabulary - 1], vocabulary)
     assert ids.dtype == kind
     assert ids.tolist() == [0, vocabulary - 1]
-
-
-@given(text=st.text(alphabet="ab\n", max_size=40), piece=st.integers(1, 9))
-def test_a_long_text_is_cut_at_ends_of_lines_and_nothing_is_lost(text, piece):
-    class Watched(ByteTokenizer):
-        def __init__(self):
-            self.pieces = []
-
-        def encode_batch(self, texts):
-            self.pieces += texts
-            return super().encode_batch(texts)
-
-    watched = Watched()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "PIECE_CHARS", piece)
-        patch.setattr(tokenizer, "PIECES_AT_ONCE", 2)
-        ids = long_text_ids(watched, text)
-    assert ids.tolist() == list(text.encode())
-    assert ids.dtype == np.uint16
-    cut = [each for each in watched.pieces if each]
-    assert all(each.endswith("\n") and len(each) >= piece for each in cut[:-1])
-    assert all("\n" not in each[piece - 1 : -1] for each in cut)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from farflock.compression.catalog import CODECS, codec
+from farflock.node.data.samples import text_in_memory
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.run.terms import RunPlan
@@ -44,7 +45,7 @@ def spreads():
 
 @pytest.fixture(scope="module")
 def text():
-    return ByteTokenizer().encode(load_corpus("shakespeare").train[:100_000])
+    return text_in_memory(ByteTokenizer().encode(load_corpus("shakespeare").train[:100_000]))
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -10,6 +10,7 @@ import torch
 from worlds.card import CARD, OutOfMemory
 
 from farflock.node.assembly.node import task_of
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
 from farflock.node.model.llama import ModelConfig, build
@@ -36,7 +37,7 @@ def task(text, device=None, micro_batch=None, accumulate=1, batch=BATCH):
     )
     model = copy.deepcopy(TINY).to(device.place)
     options = StepOptions(micro_batch=micro_batch)
-    return task_of(plan, model, Batches(text, 3, "peer", batch, SEQ), device, options)
+    return task_of(plan, model, Batches(text, SampleStream(3, "peer"), batch, SEQ), device, options)
 
 
 def passes(made, step=0):
@@ -269,7 +270,7 @@ def test_a_model_that_fits_at_two_sequences_has_the_loss_of_eight(text, single, 
     plan = RunPlan(
         *(3, model.config, InnerConfig(), Schedule(1e-3, 10**6), "local"), batch=8, seq=256
     )
-    batches = Batches(text, 3, "peer", 8, 256)
+    batches = Batches(text, SampleStream(3, "peer"), 8, 256)
     CARD.capacity_bytes = 2**27
     there, here = (
         task_of(plan, copy.deepcopy(model).to(device.place), batches, device, StepOptions())

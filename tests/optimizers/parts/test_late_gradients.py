@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from farflock.experiments.pipelines.text import texts
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.evaluation import evaluate
 from farflock.node.model.llama import PRESETS, build, next_token_loss
@@ -182,7 +183,7 @@ def read(arm, rate=1.0, steps=16):
     """Return the held-out loss of a small Llama after `steps` steps; infinite if a loss is not
     finite."""
     text, rest, _ = texts()
-    model, batches = build(PRESETS["tiny"], 1), Batches(text, 1, "delay", 1, 16)
+    model, batches = build(PRESETS["tiny"], 1), Batches(text, SampleStream(1, "delay"), 1, 16)
     trainer = Corrected(model, arm, rate, steps)
     for step in range(steps):
         x, y = batches.batch(step)

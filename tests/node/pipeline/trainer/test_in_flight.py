@@ -27,9 +27,6 @@ class Text:
     def __init__(self):
         self.drawn, self.seen = [], []
 
-    def first(self, trained):
-        return trained
-
     def batch(self, number):
         self.drawn.append(number)
         return torch.full((1, TOKENS), number), torch.full((1, TOKENS), number + 1)
@@ -44,10 +41,9 @@ def source_of(text, **options):
     return MicrobatchSource(text, edges, text, LANE, **options)
 
 
-def test_numbers_are_those_of_the_life_and_batches_go_on_where_the_run_is():
+def test_numbers_are_those_of_the_life_and_batches_go_on_where_it_begins():
     text = Text()
-    source = source_of(text, first=first_number(3))
-    source.skip(7 * TOKENS)
+    source = source_of(text, first=first_number(3) + 7)
     flights = [source.draw(epoch) for epoch in (1, 1, 2)]
     assert [flight.number for flight in flights] == [3 * NUMBERS + n for n in (7, 8, 9)]
     assert text.drawn == [7, 8, 9]
@@ -57,9 +53,8 @@ def test_numbers_are_those_of_the_life_and_batches_go_on_where_the_run_is():
 
 
 def test_what_rounds_have_counted_is_told_up_to_the_lowest_number_that_is_kept():
-    source, told = source_of(Text(), first=first_number(3)), []
+    source, told = source_of(Text(), first=first_number(3) + 7), []
     source.counted = told.append
-    source.skip(7 * TOKENS)
     numbers = [source.draw(0).number for _ in range(5)]
     source.settle(numbers)
     assert told == [], "none counts"

@@ -29,9 +29,7 @@ from farflock.node.pipeline.passes.requests import (
     Unknown,
     encode,
 )
-from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, first_number
 from farflock.node.pipeline.trainer.stage_client import CONFIRM_TIMEOUT_S, PAUSE_S
-from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.terms import TrainerTerms
 from farflock.swarm.protocol.allowance import Allowance
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -334,22 +332,3 @@ def test_it_ends_when_there_is_enough():
 def test_a_window_that_is_empty_or_does_not_fit_is_refused(window, kept):
     with pytest.raises(ValueError, match="window"):
         TrainerTerms(window=window, kept=kept)
-
-
-def test_a_trainer_that_comes_later_begins_in_its_stream_where_the_run_is():
-    """The numbers are those of its life, the batches go on from what was trained already."""
-    world = World()
-    drawn = []
-    drawing = world.batch
-    world.batch = lambda number: drawn.append(number) or drawing(number)
-    source = MicrobatchSource(world, world.edges, world, first=first_number(3))
-    trainer = Trainer(world, world, world, source, TrainerTerms(window=1, kept=1))
-    world.agreed_tokens = 7 * TOKENS
-
-    async def main():
-        running = asyncio.create_task(trainer.run(lambda: bool(drawn)))
-        await running
-
-    run_virtual(main())
-    assert drawn == [7]
-    assert trainer.source.begun == 1

@@ -274,6 +274,43 @@ def test_a_mean_of_corrupt_payloads_alone_fails_and_one_good_one_is_enough():
     assert world.run().close.members == ((1, 1.0),)
 
 
+@pytest.mark.parametrize("kind", ["mean", "uniform"])
+@pytest.mark.parametrize("weights", [(0.0, 0.0, 0.0), (0.0, None, 0.0), (0.0, 0.0, 1.0)])
+def test_a_mean_fails_at_once_if_all_that_the_living_bring_has_no_weight(kind, weights):
+    """Of a stage of three, one may bring all the weight, or die before it has brought anything."""
+    world = ExchangeWorld(16, n=6, kind=kind, voters=3)
+    for me, weight in enumerate(weights):
+        if weight is None:
+            world.at(0.0, world.crash, me)
+        else:
+            world.offer_at(0.1, me, weight=weight)
+    world.run()
+    heavy = any(weights)
+    assert [member for member, _ in world.close.members] == ([0, 1, 2] if heavy else [])
+    assert max(world.finished_s.values()) < 5.0
+
+
+@pytest.mark.parametrize("kind", ["mean", "uniform"])
+def test_a_stage_waits_for_no_deadline_where_the_one_that_has_weight_dies_at_any_step(kind):
+    empty, steps = 0, 40
+    for step in range(steps):
+        world = ExchangeWorld(1, n=6, kind=kind, voters=4)
+        world.crash_after[0] = step + 1
+        for me, weight in enumerate((8.0, 0.0)):
+            world.offer_at(0.1, me, weight=weight)
+        world.run()
+        empty += not world.close.items
+        assert max(world.finished_s.values()) < 6.0, step
+    assert 0 < empty < steps
+
+
+def test_a_member_that_has_not_offered_yet_may_bring_the_weight():
+    world = ExchangeWorld(16)
+    for me, weight in enumerate((0.0, 0.0, 1.0)):
+        world.offer_at(4.0 if weight else 0.1, me, weight=weight)
+    assert world.run().close.members == ((0, 0.0), (1, 0.0), (2, 1.0))
+
+
 @KINDS
 def test_a_corrupt_payload_is_left_out_and_the_others_are_in(kind):
     world = ExchangeWorld(8, kind=kind)
