@@ -1,8 +1,14 @@
 """Real processes train on prepared data that each has in a folder of its own."""
 
+import random
 import shutil
+import sys
+import time
+from itertools import pairwise
 
 import pytest
+import recorded
+from recorded import hash_of, lives
 from worlds.node_processes import FOREVER, SEQ, SEQUENCES
 from worlds.prepared import prepared
 from worlds.waiting import until_real
@@ -37,24 +43,35 @@ def folders(tmp_path):
     return content.folder, tmp_path / "copy"
 
 
+def reader_of(peer, folder):
+    """A reader of a peer's samples, as the run has them."""
+    text = Text((FolderShards(PreparedFolder(folder)),), (1.0,))
+    return SampleReader(text, SampleStream(1, peer), SEQ + 1)
+
+
 def drawn(node, run, peer, folder):
     """How many samples of a node rounds have counted, by its file."""
-    text = Text((FolderShards(PreparedFolder(folder)),), (1.0,))
-    name = SampleReader(text, SampleStream(1, peer), SEQ + 1).fingerprint
+    name = reader_of(peer, folder).fingerprint
     try:
         return read_cursor(SamplePosition(node.folder, run).read(), name, 1).drawn
     except BadCursor:
         return 0  # there is none yet
 
 
-def test_a_killed_volunteer_goes_on_after_its_last_round_and_one_without_the_data_is_refused(
-    run, folders
-):
+def founded(run, folders):
+    """Start a run of two on prepared data; return its founder."""
     run.brake(0.02)
     manifest = resolve(MANIFEST, prepared=folders[:1])
     (run.folder / "run.toml").write_bytes(manifest.canonical())
     founder = run.start("founder", "run", run.folder / "run.toml", "--data", folders[0])
     run.invite = founder.reaches(lambda status: status["invite"])["invite"]
+    return founder
+
+
+def test_a_killed_volunteer_goes_on_after_its_last_round_and_one_without_the_data_is_refused(
+    run, folders
+):
+    founder = founded(run, folders)
     mine = run.join("mine", "--data", folders[1])
     status = mine.comes_in()
     who = status["run"], status["peer"], folders[1]
@@ -72,3 +89,38 @@ def test_a_killed_volunteer_goes_on_after_its_last_round_and_one_without_the_dat
     assert code == 3
     assert "the run trains on prepared data that are not on this machine" in said["error"]
     founder.leaves()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_killed_twenty_times_it_reads_on_at_the_first_sample_that_no_round_has_counted(
+    run, folders
+):
+    """Killed while it joins, before its first round, within a round, or after some."""
+    chance, command = random.Random(45), (sys.executable, recorded.__file__)
+    founder, begun = founded(run, folders), [0]
+    for _ in range(20):
+        mine = run.join("mine", "--data", folders[1], command=command)
+        if chance.random() < 0.8:
+            status = mine.comes_in()
+            who = status["run"], status["peer"], folders[1]
+            rounds = chance.randrange(3)
+            until_real(
+                lambda: drawn(mine, *who) >= begun[-1] + 4 * SEQUENCES * rounds,  # noqa: B023 - read at once
+                f"{rounds} rounds",
+                mine.told,
+            )
+        time.sleep(chance.random())
+        mine.kill()
+        begun.append(drawn(mine, *who))
+    founder.leaves()
+    reader = reader_of(who[1], folders[1])
+    found = list(lives(mine.folder / "samples"))
+    assert len(found) == 20
+    assert len(set(begun)) > 5, begun
+    for life, first, counted in zip(found, begun, begun[1:], strict=False):
+        assert not life or life[0][0] == first, "where the life before had counted up to"
+        assert all(one[0] + one[1] == other[0] for one, other in pairwise(life))
+        assert first <= counted <= (life[-1][0] + life[-1][1] if life else first)
+        for number, count, hashed in life:
+            assert hash_of(reader.read(number, count)) == hashed

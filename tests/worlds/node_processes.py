@@ -54,13 +54,13 @@ def described(peers, steps, stages=3, **terms):
 class Node:
     """One command in a process of its own, and what it leaves in its folder."""
 
-    def __init__(self, popen, folder, brake, *words):
+    def __init__(self, popen, folder, brake, *words, command=COMMAND):
         folder.mkdir(exist_ok=True)
         self.folder = folder
         with (folder / "log.txt").open("ab") as log:
             self.process = popen(
                 [
-                    *COMMAND,
+                    *command,
                     *map(str, words),
                     "--folder",
                     str(folder),
@@ -147,8 +147,9 @@ class Run:
     def __init__(self, popen, folder):
         self._popen, self.folder, self.nodes = popen, folder, []
 
-    def start(self, name, *words):
-        self.nodes.append(Node(self._popen, self.folder / name, self.folder / "brake", *words))
+    def start(self, name, *words, command=COMMAND):
+        brake = self.folder / "brake"
+        self.nodes.append(Node(self._popen, self.folder / name, brake, *words, command=command))
         return self.nodes[-1]
 
     def brake(self, step_s):
@@ -161,8 +162,8 @@ class Run:
         self.invite = founder.reaches(lambda status: status["invite"])["invite"]
         return founder
 
-    def join(self, name, *words):
-        return self.start(name, "join", self.invite, *words)
+    def join(self, name, *words, command=COMMAND):
+        return self.start(name, "join", self.invite, *words, command=command)
 
     def servers(self, stages, first=1):
         """Start two servers of each stage; of the first stage `first`, founder included."""
