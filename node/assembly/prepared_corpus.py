@@ -16,10 +16,11 @@ from blake3 import blake3
 from farflock.node.data.documents import BadDocuments
 from farflock.node.data.folder import PreparedFolder
 from farflock.node.data.index import BadIndex
-from farflock.node.data.prepare import VERSION, Preparation, PrepareOptions, available_cores
+from farflock.node.data.prepare import VERSION, Preparation, PrepareOptions
 from farflock.node.data.sources import find_files
 from farflock.node.durable import locked, sync_folder
 from farflock.node.errors import Failure
+from farflock.node.machine import usable_cores
 from farflock.node.model.corpus import BadCorpus, Corpus
 from farflock.node.state.paths import home
 from farflock.node.tokens.json_tokenizer import JsonTokenizer
@@ -78,7 +79,7 @@ def _prepared(corpus: Corpus, tokenizer: Tokenizer, target: Path) -> PreparedFol
     work = Preparation(find_files([str(text)]).files, tokenizer, _OPTIONS, making / "done")
     try:
         work.run(
-            cores=available_cores(),
+            cores=usable_cores(),
             clock=time.monotonic,
             progress=lambda share: None,
             say=log.debug,

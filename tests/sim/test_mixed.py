@@ -17,7 +17,7 @@ from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
-BATCH = 8  # microbatches
+BATCH = 4  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from worlds import pipeline_audit
 from worlds.kills import POINTS, ScheduledKills
 from worlds.pipeline_audit import TEXT, Audit, pipeline, plan
 from worlds.seeds import blocks, each
@@ -30,20 +31,23 @@ from farflock.swarm.sim.virtual_time import run_virtual
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
-BATCH = 8  # microbatches
+BATCH = 4  # microbatches
+LARGE_BATCH = 8
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends
 FEW_IN_FLIGHT = TrainerTerms(window=3, kept=64, forward_timeout_s=4.0, backward_timeout_s=6.0)
 
 
-def audit(stages, servers, trainers=1, steps=None, seed=0, rate=None, world=None, **options):
+def audit(
+    stages, servers, trainers=1, steps=None, seed=0, rate=None, world=None, batch=BATCH, **options
+):
     """Return an audit to run, for a number of steps or for as long as the test wants."""
-    total = TOKENS * steps if steps else FOREVER
+    total = pipeline_audit.TOKENS * batch * steps if steps else FOREVER
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
     made = plan(seed, total) if rate is None else plan(seed, total, rate=rate)
     return Audit(
         made,
-        pipeline(stages, BATCH, **options),
+        pipeline(stages, batch, **options),
         PipelineWorld(parts(stages, servers, trainers), total, **around),
     )
 
@@ -55,7 +59,8 @@ def audit(stages, servers, trainers=1, steps=None, seed=0, rate=None, world=None
     "stages", [1, 4, *(pytest.param(n, marks=pytest.mark.ci_more) for n in (2, 3))]
 )
 def test_gradients_through_random_paths_are_those_of_the_unsplit_model(stages):
-    one = audit(stages, servers=3, trainers=2, steps=3, seed=stages).run().check().check_finished()
+    one = audit(stages, servers=3, trainers=2, steps=3, seed=stages, batch=LARGE_BATCH)
+    one.run().check().check_finished()
     assert all(len(rounds) >= 3 for rounds in one.named.values())
     served = collections.Counter(life.stage for life, _, keys in one.taken if keys)
     assert all(served[stage] > 3 for stage in range(stages)), "every stage's work was one server's"
@@ -258,7 +263,7 @@ def swarm_of_24(seed, steps):
     """Five servers of each of four stages, and four trainers; servers die all the time,
     one line is bad."""
     world = {"churn_s": 4.0, "away_s": (3.0, 10.0)}
-    one = audit(4, 5, trainers=4, steps=steps, seed=seed, world=world)
+    one = audit(4, 5, trainers=4, steps=steps, seed=seed, world=world, batch=LARGE_BATCH)
 
     async def bad_line(sim):
         bad = identity_of(one.plan, 1 + seed % 19).peer

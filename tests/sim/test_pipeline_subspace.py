@@ -25,7 +25,7 @@ from farflock.optimizers.parts.inner import InnerConfig
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
-BATCH, TOKENS = 8, 64  # microbatches and tokens of a step
+BATCH, TOKENS = 4, 32  # microbatches and tokens of a step
 RANK = 3
 EXACT = f"subspace:{RANK}+raw,raw"
 FOREVER = 10**9

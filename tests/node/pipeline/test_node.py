@@ -37,12 +37,12 @@ from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.sim.virtual_time import run_virtual
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
-BATCH = 8
+BATCH = 4
 METHODS = {
     "diloco": {"period": 2},
     "diloco with feedback": {"period": 3, "feedback": 0.9, "codec": "int4"},
     "sparseloco": {"period": 2},
-    "streaming": {"period": 4, "fragments": 2},
+    "streaming": {"period": 2, "fragments": 2},
 }
 EQUAL = structs.replace(MODEL, layers=6)  # stages that can be made from each other
 

@@ -20,7 +20,7 @@ from farflock.node.simulate.pipeline import PeerRole, PipelineWorld, parts
 from farflock.node.train.state_sync import CorruptSnapshot, encode_state
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
-BATCH = 8
+BATCH = 4
 EMBEDDING = "model.embed_tokens.weight"
 EQUAL = structs.replace(MODEL, layers=6)
 
