@@ -70,20 +70,6 @@ def dropped(one):
     return [entry for entry in one.tale.events if entry[2] == "dropped"]
 
 
-def dropped_at_one_death(one, deaths_s):
-    """What was dropped although fewer than two servers have died since its loss was known: with two
-    servers of each stage, a second death may lose what the first one has made needed again."""
-    known_s = {}
-    for time_s, _, kind, fields in one.tale.events:
-        if kind == "loss":
-            known_s.setdefault(fields["number"], time_s)
-    return [
-        (time_s, fields)
-        for time_s, _, _, fields in dropped(one)
-        if sum(known_s.get(fields["number"], time_s) < death < time_s for death in deaths_s) < 2
-    ]
-
-
 def test_the_weights_are_those_of_a_run_whose_payloads_go_through_the_trainer():
     def weights(passed_on):
         terms = TrainerTerms(window=1, kept=64, direct=passed_on)
@@ -127,7 +113,7 @@ def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothi
     assert one.tale.kills == len(kills.done)
     assert not kills.points
     assert len(one.finished()) > 20
-    assert not dropped_at_one_death(one, kills.deaths_s), "it loses no payload that is needed"
+    assert not dropped(one), "one death loses no payload that is needed"
 
 
 @pytest.mark.ci_more

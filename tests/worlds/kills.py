@@ -13,7 +13,7 @@ class ScheduledKills:
 
     def __init__(self, audit, points, rest_s=2.0):
         self.audit, self.points, self.rest_s = audit, list(points), rest_s
-        self.done, self.deaths_s, self.calm_s, self.turn = [], [], 0.0, 0
+        self.done, self.calm_s, self.turn = [], 0.0, 0
         audit.on_event = self.see
 
     def see(self, what, number):
@@ -23,9 +23,8 @@ class ScheduledKills:
         if self.turn % 3:  # not always the first that comes by
             return
         self.done.append((self.points.pop(0), number))
+        self.calm_s = now() + self.done[-1][0][1] + self.rest_s
         delay_s = self.done[-1][0][1]
-        self.deaths_s.append(now() + delay_s)
-        self.calm_s = self.deaths_s[-1] + self.rest_s
         if delay_s:
             asyncio.get_running_loop().call_later(delay_s, self.audit.sim.kill, number, 2.0)
         else:
