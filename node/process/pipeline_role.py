@@ -35,6 +35,7 @@ from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.state.sample_position import SamplePosition
+from farflock.node.train.evaluation_watch import go_on
 from farflock.node.train.state_sync import Spool
 from farflock.swarm.compute import Compute, Worker
 from farflock.swarm.peer.peer import Peer
@@ -141,9 +142,11 @@ def part_of(
     )
     if text.held_out is not None:
         evaluate(node, manifest.evaluation.every, text.held_out)
+    for before in known.values():
+        go_on(node.watch, before.meta)
     keepers = [_keeper(machine, manifest, run, serving, text, worker) for serving in node.servings]
     for serving, keeper in zip(node.servings, keepers, strict=True):
-        serving.loop.pause = keeper.pause
+        keeper.watch, serving.loop.pause = node.watch, keeper.pause
     if node.trainer is not None:
         position, files = SamplePosition(machine.folder.path, run), Worker("samples")
         samples = SampleKeeper(position, node.batches, files)

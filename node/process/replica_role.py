@@ -77,6 +77,7 @@ def replica_of(
         members=partial(members_of, peer),
     )
     node.evaluator = _evaluator(node, manifest, text)
+    keeper.watch = node.watch
     node.loop.pause = with_brake(_pause(node, keeper), lambda: node.stopping)
     return node, keeper
 
