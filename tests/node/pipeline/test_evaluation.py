@@ -85,7 +85,7 @@ def cases(known, *everyday):
     ]
 
 
-@pytest.mark.parametrize("who", cases(ROLES, *list(ROLES)[:2]))
+@pytest.mark.parametrize("who", cases(ROLES, "servers of which one trains"))
 def test_members_measure_the_loss_of_the_joined_model_and_all_know_the_same_values(who):
     one = evaluated(who).run().check().check_finished()
     first, *others = told(one)
@@ -112,22 +112,24 @@ def test_members_measure_the_loss_of_the_joined_model_and_all_know_the_same_valu
 
 def test_each_stage_has_merged_and_kept_what_it_has_without_evaluations():
     found = {}
-    for every in (0, 1):
-        one = evaluated(BOTH, steps=4, every=every)
+    for every in (False, True):
+        one = evaluated(BOTH, steps=3, every=int(every))
         one.run().check().check_finished().check_memory()
         servers = [node.serving.server for node in one.sim.nodes.values()]
-        assert [bool(server.served["measure"]) for server in servers] == [bool(every)] * 3
+        assert [bool(server.served["measure"]) for server in servers] == [every] * 3
+        assert all((node.watch is None) is not every for node in one.sim.nodes.values())
         assert not any(node.peer.calls.left for node in one.sim.nodes.values())
         found[every] = [
             {name: x.tolist() for name, x in server.stage.model.named_parameters()}
             for server in servers
         ]
         merged = {key for keys in one.named[0].values() for key in keys}
-        assert len(merged) >= 4 * 8
+        assert len(merged) >= 3 * 8
         assert all(len(keys) == 8 for keys in one.named[0].values())
     assert found[0] == found[1]
 
 
+@pytest.mark.ci_more
 def test_the_loss_falls_while_the_run_trains():
     one = evaluated(parts(3, 1, 1), steps=12, rate=0.5, every=4).run()
     losses = [value.loss for value in told(one)[0].values()]
@@ -187,7 +189,7 @@ CODECS = {
 }
 
 
-@pytest.mark.parametrize("case", cases(CODECS, "a subspace", "samples", "stages left out"))
+@pytest.mark.parametrize("case", cases(CODECS, "samples"))
 def test_whatever_the_edges_and_paths_the_whole_model_is_measured(case):
     options, close = case
     one = evaluated(parts(options.get("stages", 3), 1, 1), steps=3, **options)
@@ -259,9 +261,3 @@ def test_weights_that_are_not_finite_are_said():
     one.watch = spoilt
     one.run(is_told)
     assert newest(one).loss is None
-
-
-def test_a_run_without_evaluations_has_no_evaluator():
-    one = evaluated(BOTH, steps=2, every=0).run()
-    assert all(node.watch is None for node in one.sim.nodes.values())
-    assert not any(told(one))
