@@ -20,6 +20,8 @@ from farflock.node.state.cut import Cut
 from farflock.node.state.paths import RunFolder
 from farflock.node.tokens.json_tokenizer import JSON_NAME, JsonTokenizer
 from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
+from farflock.node.train.evaluation_curve import CURVE
+from farflock.node.train.evaluation_watch import EvaluationWatch
 from farflock.swarm.compute import Compute, inline
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer
@@ -52,7 +54,8 @@ class CheckpointManager:
 
     Training goes on while a checkpoint is written: it is read from a cut (node/state/cut.py).
     `compute` takes the cut. At a stage that is the worker of its passes, since a pass may put other
-    weights in the place of the stage's own. `members` are the run's, at the time of a cut."""
+    weights in the place of the stage's own. `members` are the run's, at the time of a cut, and
+    `watch` is what the node knows of its evaluations."""
 
     node: SavedNode
     folder: RunFolder
@@ -66,6 +69,7 @@ class CheckpointManager:
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     cursor: Callable[[int], bytes] = lambda step: b""  # in the node's samples
     members: Callable[[], Sequence[PeerId]] = tuple
+    watch: EvaluationWatch | None = None  # None: the run is not evaluated here
     _intact: set[Path] = field(default_factory=set)
     _written_s: float = field(default_factory=time.monotonic)
     _writing: asyncio.Task[Path] | None = None
@@ -118,6 +122,7 @@ class CheckpointManager:
             "tokens": driver.tokens,
             "manifest": self.manifest,
             "members": list(self.members()),
+            CURVE: msgspec.to_builtins([] if self.watch is None else self.watch.curve.points),
             "node": cursors,
             SAMPLES: self.cursor(step).hex(),
         }

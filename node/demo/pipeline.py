@@ -58,6 +58,7 @@ def pipeline_manifest(steps: int) -> Manifest:
             "pipeline": {"stages": STAGES, "batch": batch},
             "method": {"name": "ddp", "options": {}},
             "exchange": {"view_s": 2.0, "start_peers": STAGES * SERVERS, "deadline_s": 10.0},
+            "evaluation": {"sequences": 64},
         }
     )
 

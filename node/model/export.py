@@ -30,7 +30,7 @@ from farflock.node.model.generate import USUAL
 from farflock.node.model.hf_config import CONFIG_NAME, MAX_CONFIG_BYTES, hugging_face_config
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.stage_tensors import shapes_of
-from farflock.node.model.weights_folder import CARD_NAME, INDEX_NAME, SINGLE_NAME
+from farflock.node.model.weights_folder import CARD_NAME, CURVE_NAME, INDEX_NAME, SINGLE_NAME
 from farflock.node.tokens.hf_files import ABOUT_NAME, json_file, tokenizer_files
 from farflock.node.tokens.json_tokenizer import JSON_NAME
 from farflock.node.tokens.tokenizer import Tokenizer
@@ -41,7 +41,16 @@ GENERATION_NAME = "generation_config.json"
 SHARD_BYTES = 5 * 10**9
 BLOCK_VALUES = 4 * 1024 * 1024  # converted and written at once
 _MARK = "farflock_version"  # of a config.json that an export wrote
-_NAMES = (CONFIG_NAME, GENERATION_NAME, CARD_NAME, JSON_NAME, ABOUT_NAME, SINGLE_NAME, INDEX_NAME)
+_NAMES = (
+    CONFIG_NAME,
+    GENERATION_NAME,
+    CARD_NAME,
+    CURVE_NAME,
+    JSON_NAME,
+    ABOUT_NAME,
+    SINGLE_NAME,
+    INDEX_NAME,
+)
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors", re.ASCII)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -66,11 +75,12 @@ _TYPES: dict[WeightType, _StoredType] = {
 
 @dataclass(frozen=True, slots=True)
 class ExportForm:
-    """The type in which weights are written, and the largest size of their files; a larger tensor
-    has a file of its own."""
+    """The type in which weights are written, the largest size of their files (a larger tensor has a
+    file of its own), and the picture that the card shows, if any."""
 
     dtype: WeightType = "fp32"
     shard_bytes: int = SHARD_BYTES
+    picture: bytes = b""
 
 
 AS_TRAINED = ExportForm()
@@ -101,6 +111,7 @@ def export(
         CONFIG_NAME: json_file(hugging_face_config(config, end) | about),
         GENERATION_NAME: json_file(_generation(end)),
         CARD_NAME: card.encode(),
+        **({CURVE_NAME: form.picture} if form.picture else {}),
         **tokenizer_files(tokenizer, config.context),
     }
     with _placed(folder, force) as partial:

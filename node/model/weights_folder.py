@@ -26,6 +26,7 @@ from farflock.node.model.stage_tensors import shapes_of
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 CARD_NAME = "README.md"
+CURVE_NAME = "evaluation.svg"  # a picture in the card
 MAX_INDEX_BYTES = 16 * 1024 * 1024
 MAX_WEIGHTS_HEAD_BYTES = 16 * 1024 * 1024
 MAX_WEIGHTS_FILES = 1024

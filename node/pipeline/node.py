@@ -15,8 +15,10 @@ import torch
 from farflock.node.data.samples import Text
 from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Batches, Start
+from farflock.node.model.evaluation import HeldOut
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
+from farflock.node.pipeline.evaluation import PathEvaluator, path_meter
 from farflock.node.pipeline.full_replica import FullTrainer, LocalStage
 from farflock.node.pipeline.lifecycle.assembly import Assembly, NodeServices, StageNode
 from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, StageStartup
@@ -100,6 +102,7 @@ class PipelineNode:
             peer, self._streams, whole=pipeline.constrain == "all"
         )
         self.trainer = self._training(tokens, start) if tokens is not None else None
+        self.evaluator: PathEvaluator | None = None  # None: the run is not evaluated here
 
     # start
 
@@ -123,6 +126,8 @@ class PipelineNode:
         behind."""
         await self.peer.meet(list(records), timeout_s)
         self._look_on()
+        if self.evaluator is not None:
+            self.evaluator.joins()
         comes = _Together(downloaded)
         beginnings = [
             self._beginning(serving).join(timeout_s, comes.part()) for serving in self.servings
@@ -206,7 +211,7 @@ class PipelineNode:
     @property
     def watch(self) -> EvaluationWatch | None:
         """The evaluations of the run, as far as this node knows."""
-        return None
+        return None if self.evaluator is None else self.evaluator.watch
 
     @property
     def work(self) -> dict[str, int]:
@@ -253,6 +258,8 @@ class PipelineNode:
                 for each in self.servings
             ]
         serve.append(self.embedding.run())
+        if self.evaluator is not None:
+            serve += [self.evaluator.measure(), self.evaluator.record()]
         train = [serving.loop.run(ENDLESS) for serving in self.servings]
         if self.servings:
             train.append(self._end(total_tokens))
@@ -357,6 +364,14 @@ class PipelineNode:
 
     def _exchange_client(self, index: int) -> ExchangeClient:
         return ExchangeClient(self.peer, self.plan.run_seed, index)
+
+
+def evaluate(node: PipelineNode, every: int, held_out: HeldOut) -> None:
+    """Let a node that is not running yet take part in the run's evaluations, every so many rounds,
+    on these sequences."""
+    meter = path_meter(node.peer, node.stage_directory, node.edges, node.pipeline, held_out)
+    known = node.peer, node.stage_directory, meter, every, node.means.report
+    node.evaluator = PathEvaluator(*known, lambda: node.step)
 
 
 def _max_late(pipeline: PipelinePlan, edges: Edges) -> int:

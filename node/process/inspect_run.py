@@ -17,6 +17,7 @@ from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.evaluation_watch import EvaluationWatch
+from farflock.node.train.run_size import is_paired
 from farflock.swarm.links import Links
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import unseal
@@ -98,7 +99,8 @@ async def _evaluation(peer: Peer, sight: RunInspection) -> EvaluationStatus | No
         peer.evaluations.look_on(member.peer)
         while time.monotonic() < ends_s and not peer.evaluations.answered:  # noqa: ASYNC110 - brief
             await asyncio.sleep(POLL_S)
-    return watched(EvaluationWatch(peer.evaluations, lambda kind, fields: None))
+    alone = sight.manifest.pipeline is None and is_paired(sight.manifest.plan())
+    return watched(EvaluationWatch(peer.evaluations, lambda kind, fields: None, alone))
 
 
 def _sight(peer: Peer, links: Links, manifest: Manifest) -> RunInspection:

@@ -53,6 +53,7 @@ from farflock.node.state.history import History
 from farflock.node.state.run_log import RunRecorder
 from farflock.node.state.shelf import Shelf
 from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
+from farflock.node.train.evaluation_watch import go_on
 from farflock.node.train.run_size import require_carried
 from farflock.node.train.task import StepImpossible
 from farflock.swarm.chunk_store import digest_of
@@ -235,6 +236,7 @@ async def _found(
             else:
                 part.found()  # a stage loads its checkpoint by itself
             if saved is not None:
+                go_on(part.watch, saved.meta)
                 node.history.event("resumed", step=saved.step, checkpoint=str(saved.folder))
             return await _train(node, head, on_start)
 
@@ -327,6 +329,7 @@ async def _join(
             part = node.member
             if saved is not None and isinstance(part, ReplicaNode):
                 load_moments(part, saved)
+                go_on(part.watch, saved.meta)
             with _answered(peer):
                 await part.join(records, JOIN_TIMEOUT_S, downloaded)
             node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)

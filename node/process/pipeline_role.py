@@ -12,9 +12,9 @@ from farflock.node.errors import Usage
 from farflock.node.machine import host_memory
 from farflock.node.model.replica import in_memory
 from farflock.node.model.weights_folder import WeightsFolder
-from farflock.node.pipeline.lifecycle.assembly import NodeServices
+from farflock.node.pipeline.lifecycle.assembly import NodeServices, StageNode
 from farflock.node.pipeline.lifecycle.reservations import choose_stage
-from farflock.node.pipeline.node import PipelineNode
+from farflock.node.pipeline.node import PipelineNode, evaluate
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.process.brake import brake_of
 from farflock.node.process.network import MachineOptions
@@ -34,6 +34,7 @@ from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.state.sample_position import SamplePosition
+from farflock.node.train.evaluation_watch import go_on
 from farflock.node.train.state_sync import Spool
 from farflock.swarm.compute import Compute, Worker
 from farflock.swarm.peer.peer import Peer
@@ -132,45 +133,19 @@ def part_of(
     pipeline = manifest.pipeline_plan()
     assert pipeline is not None, "a run of whole models has no stages"
     plan = manifest.plan()
-    free, needs = _room(machine, plan, pipeline, stage)
     saved = {index: last_of(machine.folder, run, role_of(index)) for index in held(pipeline, stage)}
     known = {index: each for index, each in saved.items() if each is not None}
-    storage = OuterFiles(machine.folder.outer).allocate if machine.outer == "disk" else in_memory
-    spool = Spool(Worker("files"), OuterFiles(machine.folder.snapshots).allocate)
-    means = NodeServices(
-        worker,
-        lambda work, cost: worker(work),
-        worker,
-        report,
-        memory_bytes=free,
-        needs_bytes=needs,
-        storage=storage,
-        spool=spool,
-        device=machine.device,
-        weights=weights,
-    )
+    means = _means(machine, plan, pipeline, stage, worker, report, weights)
     node = PipelineNode(
         plan, pipeline, peer, means, stage, text.tokens if trains else None, known, text.start
     )
-    terms, keepers = manifest.canonical().decode(), []
-    for serving in node.servings:
-        role = role_of(serving.index)
-        keepers.append(
-            CheckpointManager(
-                serving,
-                machine.folder,
-                run,
-                terms,
-                machine.checkpoint_s,
-                role,
-                keep=machine.keep,
-                keep_bytes=machine.keep_bytes,
-                compute=worker,
-                tokenizer=text.tokenizer,
-                members=partial(members_of, peer),
-            )
-        )
-        serving.loop.pause = keepers[-1].pause
+    if text.held_out is not None:
+        evaluate(node, manifest.evaluation.every, text.held_out)
+    for before in known.values():
+        go_on(node.watch, before.meta)
+    keepers = [_keeper(machine, manifest, run, serving, text, worker) for serving in node.servings]
+    for serving, keeper in zip(node.servings, keepers, strict=True):
+        keeper.watch, serving.loop.pause = node.watch, keeper.pause
     if node.trainer is not None:
         position, files = SamplePosition(machine.folder.path, run), Worker("samples")
         samples = SampleKeeper(position, node.batches, files)
@@ -181,6 +156,55 @@ def part_of(
             brake.may_begin, pipeline.batch_tokens // (plan.batch * plan.seq)
         )
     return node, keepers
+
+
+def _means(
+    machine: MachineOptions,
+    plan: RunPlan,
+    pipeline: PipelinePlan,
+    stage: int,
+    worker: Compute,
+    report: Report,
+    weights: WeightsFolder | None,
+) -> NodeServices:
+    """Return what this machine gives a node; may raise `Uncomposable`, as `_room` does."""
+    free, needs = _room(machine, plan, pipeline, stage)
+    storage = OuterFiles(machine.folder.outer).allocate if machine.outer == "disk" else in_memory
+    return NodeServices(
+        worker,
+        lambda work, cost: worker(work),
+        worker,
+        report,
+        memory_bytes=free,
+        needs_bytes=needs,
+        storage=storage,
+        spool=Spool(Worker("files"), OuterFiles(machine.folder.snapshots).allocate),
+        device=machine.device,
+        weights=weights,
+    )
+
+
+def _keeper(
+    machine: MachineOptions,
+    manifest: Manifest,
+    run: str,
+    serving: StageNode,
+    text: NodeText,
+    worker: Compute,
+) -> CheckpointManager:
+    return CheckpointManager(
+        serving,
+        machine.folder,
+        run,
+        manifest.canonical().decode(),
+        machine.checkpoint_s,
+        role_of(serving.index),
+        keep=machine.keep,
+        keep_bytes=machine.keep_bytes,
+        compute=worker,
+        tokenizer=text.tokenizer,
+        members=partial(members_of, serving.peer),
+    )
 
 
 def _room(

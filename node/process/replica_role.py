@@ -1,6 +1,7 @@
 """A process's part in a run of whole models: the replica, which torchrun's processes may share, and
 its checkpoints."""
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from farflock.node.assembly.checkpoints import CheckpointManager, members_of
@@ -60,9 +61,6 @@ def replica_of(
         start=text.start,
     )
 
-    def is_over() -> bool:
-        return node.loop.driver.position.agreed_tokens >= manifest.run.total_tokens
-
     accumulate, batches = manifest.train.accumulate, node.training_task.batches
     position = SamplePosition(machine.folder.path, run)
     keep_samples(node, SampleKeeper(position, batches, Worker("samples")), accumulate)
@@ -78,15 +76,34 @@ def replica_of(
         cursor=lambda step: batches.cursor(step * accumulate),
         members=partial(members_of, peer),
     )
-    if text.held_out is not None and node.loop.driver.streams and shared is None:
-        meter = ModelMeter(node.model, text.held_out, text.tokenizer)
-        node.evaluator = Evaluator(peer, node.loop, meter, manifest.evaluation.every, is_over)
-    absence = Absence(peer, node.loop)
+    node.evaluator = _evaluator(node, manifest, text)
+    keeper.watch = node.watch
+    node.loop.pause = with_brake(_pause(node, keeper), lambda: node.stopping)
+    return node, keeper
+
+
+def _evaluator(node: ReplicaNode, manifest: Manifest, text: NodeText) -> Evaluator | None:
+    """Return a node's part in the run's evaluations; None if it takes none.
+
+    The leader of several processes measures alone, as it has the method's weights; the others wait
+    for its next order."""
+    if text.held_out is None or not node.loop.driver.streams:
+        return None
+
+    def is_over() -> bool:
+        return node.loop.driver.position.agreed_tokens >= manifest.run.total_tokens
+
+    meter = ModelMeter(node.model, text.held_out, text.tokenizer)
+    return Evaluator(node.peer, node.loop, meter, manifest.evaluation.every, is_over)
+
+
+def _pause(node: ReplicaNode, keeper: CheckpointManager) -> Callable[[], Awaitable[None]]:
+    """Return what a node does between two steps."""
+    absence = Absence(node.peer, node.loop)
 
     async def pause() -> None:
         await absence.during(keeper.pause(), STALL_S)
         if node.evaluator is not None:
             await node.evaluator.between_steps()
 
-    node.loop.pause = with_brake(pause, lambda: node.stopping)
-    return node, keeper
+    return pause

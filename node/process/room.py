@@ -39,7 +39,7 @@ def with_room(
     """Return the machine with the place of the method's state chosen. Raise `error` unless a whole
     model fits the memory, and `Usage` if the run cannot have such moments or several processes. A
     pipeline's node checks its memory once it knows its stage."""
-    plan, computing = manifest.plan(), _computing(machine)
+    plan, computing = manifest.plan(), _computing(machine, manifest)
     made, in_stages = method(plan.method, **plan.options), manifest.pipeline is not None
     require_moments(plan.method, made, plan.inner, computing.moments, in_stages)
     if in_stages:
@@ -112,7 +112,7 @@ async def fitted(
     found = await trial(partial(fitting, plan, machine.device, machine.step_options, state_bytes))
     trial.close()
     if found is None:
-        terms = machine.device, exchanged, _computing(machine), state_bytes
+        terms = machine.device, exchanged, _computing(machine, manifest), state_bytes
         raise error(*refusal(plan, *terms))
     return replace(machine, step_options=found)
 
@@ -139,8 +139,9 @@ def _state_beside(machine: MachineOptions, exchanged: Exchanged) -> int:
     return state_on_device(exchanged) if machine.outer == "device" else 0
 
 
-def _computing(machine: MachineOptions) -> StepChoices:
-    return choices_of(machine.step_options, machine.device)
+def _computing(machine: MachineOptions, manifest: Manifest) -> StepChoices:
+    choices = choices_of(machine.step_options, machine.device)
+    return choices._replace(evaluates=manifest.evaluation.every > 0)
 
 
 def choices_of(options: StepOptions, device: Device) -> StepChoices:

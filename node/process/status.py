@@ -67,7 +67,8 @@ class EvaluationStatus(msgspec.Struct, frozen=True):
             value = f"{self.loss:.3f} ± {self.standard_error:.3f} nats a token"
         if self.bits_per_byte is not None:
             value += f", {self.bits_per_byte:.3f} bits a byte"
-        whose = f"this node's own weights, by {self.by[-8:]}" if self.own else f"by {self.by[-8:]}"
+        who = self.by[-8:]
+        whose = f"of the weights that {who} alone has" if self.own else f"by {who}"
         return f"{value} (before round {self.round}, {whose})"
 
     def remarks(self) -> list[str]:

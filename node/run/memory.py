@@ -15,6 +15,7 @@ from farflock.compression.subspace import id_bytes
 from farflock.node.errors import FarflockError
 from farflock.node.machine import host_memory
 from farflock.node.model.device import Device
+from farflock.node.model.evaluation import AT_ONCE
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.loss import MAX_LOGITS
 from farflock.node.model.step_options import activation_bytes
@@ -57,8 +58,8 @@ class Exchanged(NamedTuple):
 class StepChoices(NamedTuple):
     """The machine's choices on which memory depends: sequences computed at once (None: a batch),
     whether a device computes them, the type of AdamW's moments, whether layers are computed again
-    for their gradients, whether a device's products are in two bytes, and how many logits exist at
-    once."""
+    for their gradients, whether a device's products are in two bytes, how many logits exist at
+    once, and whether the node evaluates the run when it is drawn."""
 
     micro_batch: int | None = None
     on_device: bool = False
@@ -66,6 +67,7 @@ class StepChoices(NamedTuple):
     checkpoints: bool = False
     is_lower: bool = True
     logits: int = MAX_LOGITS
+    evaluates: bool = False
 
 
 WHOLE_BATCH = StepChoices()
@@ -77,7 +79,8 @@ def needed_bytes(plan: RunPlan, exchanged: Exchanged, computing: StepChoices = W
     The program's own memory comes on top. Weights, gradients, moments, the method's state, the
     payloads, and what a checkpoint copies of all that it writes; it expands smaller moments. Per
     token of the sequences that are computed at once: what the backward pass reads again (ten widths
-    and four hidden widths a layer, attention, and the logits).
+    and four hidden widths a layer, attention, and the logits). A node that evaluates the run takes
+    a copy of the weights and forward passes instead, since it takes no steps meanwhile.
 
     If the model is on a device, the host holds copies of its tensors while it builds the model and
     while a checkpoint is written."""
@@ -94,7 +97,8 @@ def needed_bytes(plan: RunPlan, exchanged: Exchanged, computing: StepChoices = W
     layer = layer_values(plan.model, plan.seq)
     kept = plan.model.layers * (plan.model.dim if computing.checkpoints else layer)
     a_token = VALUE_BYTES * (kept + (layer if computing.checkpoints else 0))
-    return held + _passes_bytes(plan, computing, a_token)
+    passes = _passes_bytes(plan, computing, a_token)
+    return held + max(passes, evaluation_bytes(plan, computing))
 
 
 def needed_device_bytes(plan: RunPlan, computing: StepChoices = WHOLE_BATCH) -> int:
@@ -103,11 +107,22 @@ def needed_device_bytes(plan: RunPlan, computing: StepChoices = WHOLE_BATCH) -> 
     Weights, gradients, and moments; a method that lets gradients of several steps add up has them
     twice during a step. Beside these either the passes (activations of the sequences that are
     computed at once, half a layer's more while gradients are computed, and weights in lower
-    precision), or the inner step, which computes with copies. Where a device has no fused
-    attention, its probabilities come on top."""
+    precision), or the inner step, which computes with copies, or an evaluation. Where a device has
+    no fused attention, its probabilities come on top."""
     weights = VALUE_BYTES * plan.model.parameters()
-    passes = _device_passes_bytes(plan, computing)
-    return _kept_bytes(plan, computing) + max(passes + weights // 2, weights)
+    work = _device_passes_bytes(plan, computing) + weights // 2, weights
+    return _kept_bytes(plan, computing) + max(*work, evaluation_bytes(plan, computing))
+
+
+def evaluation_bytes(plan: RunPlan, computing: StepChoices) -> int:
+    """Return what a node that measures the run takes where its model is: a copy of the weights, a
+    layer's activations of the sequences that are measured together, and their logits."""
+    if not computing.evaluates:
+        return 0
+    model, tokens = plan.model, max(AT_ONCE // plan.seq, 1) * plan.seq
+    logits = min(model.vocab_size * tokens, computing.logits)
+    values = model.parameters() + tokens * layer_values(model, plan.seq) + 3 * logits
+    return VALUE_BYTES * values
 
 
 def needed_shard_bytes(plan: RunPlan, computing: StepChoices, count: int) -> int:

@@ -16,11 +16,12 @@ from typing import Any
 from farflock.node.data.samples import Text
 from farflock.node.model.data import Start
 from farflock.node.model.device import Device
+from farflock.node.model.evaluation import HeldOut
 from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.lifecycle.reservations import choose_stage
-from farflock.node.pipeline.node import PipelineNode
+from farflock.node.pipeline.node import PipelineNode, evaluate
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.swarm.compute import inline
 from farflock.swarm.identity import Identity
@@ -83,7 +84,9 @@ class EventLog:
 
 class PipelineSimulation:
     """All nodes of one simulated run. `made` is called with each life's number and node before it
-    begins: a hook for tests. Only the founder has the `weights` that the run starts from."""
+    begins: a hook for tests. Only the founder has the `weights` that the run starts from.
+    `evaluations` are the rounds from one to the next, and the text for them; None: there are none.
+    """
 
     def __init__(
         self,
@@ -93,7 +96,9 @@ class PipelineSimulation:
         tokens: Text,
         made: Callable[[int, PipelineNode], None] = lambda number, node: None,
         weights: WeightsFolder | None = None,
+        evaluations: tuple[int, HeldOut] | None = None,
     ) -> None:
+        self._evaluations = evaluations
         self._plan, self._pipeline, self._world = plan, pipeline, world
         self._tokens, self._made, self._weights = tokens, made, weights
         self.random = random.Random(f"{plan.run_seed}/pipeline")
@@ -177,6 +182,8 @@ class PipelineSimulation:
             self.nodes[number] = node
             if node.trainer is not None:
                 node.trainer.source.counted = partial(self._counted, number, node)
+            if self._evaluations is not None:
+                evaluate(node, *self._evaluations)
             self._made(number, node)
             if self._births == 1:
                 node.found()

@@ -1,10 +1,12 @@
 """A node's record of the run's evaluations, and its word if two of them differ."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from farflock.node.reporting import Report
+from farflock.node.train.evaluation_curve import EvaluatedPoint, EvaluationCurve
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Evaluation
 from farflock.swarm.peer.evaluations import EvaluationPlace, Evaluations
@@ -23,6 +25,7 @@ class EvaluationWatch:
     report: Report
     alone: bool = False
     difference: str = ""  # between two members' values for the same weights, in words
+    curve: EvaluationCurve = field(default_factory=EvaluationCurve)
     _differing: int = field(default=-1, init=False)  # the last round whose values were apart
 
     @property
@@ -49,6 +52,9 @@ class EvaluationWatch:
 
     def _record(self, step: int, peer: PeerId, value: Evaluation) -> None:
         first, *_ = (*self.evaluations.drawn(value.round), peer)
+        if value.loss is not None:
+            known = value.tokens, value.loss, value.standard_error
+            self.curve.add(EvaluatedPoint(value.round, *known))
         self.report(
             "evaluation",
             {
@@ -79,6 +85,12 @@ class EvaluationWatch:
         log.warning("%s", self.difference)
         losses = {peer: known[number, peer].loss for _, peer in places}
         self.report("difference", {"round": number, "losses": losses})
+
+
+def go_on(watch: EvaluationWatch | None, meta: Mapping[str, Any]) -> None:
+    """Let a node's curve, if it has one, go on from a checkpoint's."""
+    if watch is not None:
+        watch.curve.resume(meta)
 
 
 def _agree(values: Sequence[Evaluation]) -> bool:

@@ -19,7 +19,7 @@ from farflock.node.train.driver import Driver
 from farflock.node.train.evaluation_watch import EvaluationWatch
 from farflock.node.train.task import Train
 from farflock.optimizers.method import Exchange, RandomGroups, Tensors
-from farflock.optimizers.parts.stateful import live_state
+from farflock.optimizers.parts.stateful import evaluated_weights
 from farflock.swarm.compute import Compute
 from farflock.swarm.messages import MAX_LOSS, Evaluation
 from farflock.swarm.peer.peer import Peer
@@ -126,7 +126,7 @@ class Evaluator:
     def _copied(self) -> Callable[[Callable[[], bool]], Measured | None]:
         """Copy the weights, in the worker that applies rounds."""
         driver = self.loop.driver
-        return self.meter.copy(live_state(driver.method, driver.replica).model)
+        return self.meter.copy(evaluated_weights(driver.method, driver.replica))
 
     async def _measured(
         self, measure: Callable[[Callable[[], bool]], Measured | None]

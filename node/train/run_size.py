@@ -104,6 +104,13 @@ def require_carried(plan: RunPlan, pipeline: PipelinePlan | None = None) -> None
             _layout(template, f"{template.key.stream}{suffix}", plan.run_seed)
 
 
+def is_paired(plan: RunPlan) -> bool:
+    """Return whether the first stream of a run of whole models is exchanged in pairs: then each
+    member has weights of its own."""
+    templates = [template for _, _, opened in _opened(plan, None) for template in opened]
+    return bool(templates) and isinstance(templates[0].group, RandomGroups)
+
+
 def state_bytes(plan: RunPlan) -> int:
     """Return the bytes of the state that the method keeps beside the model, in float32."""
     with torch.device("meta"):

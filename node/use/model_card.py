@@ -18,8 +18,9 @@ from farflock import __version__
 from farflock.node.errors import FarflockError
 from farflock.node.model.hf_config import CLASSES
 from farflock.node.model.llama import ModelConfig
-from farflock.node.model.weights_folder import UNSTATED
+from farflock.node.model.weights_folder import CURVE_NAME, UNSTATED
 from farflock.node.run.manifest import parse
+from farflock.node.train.evaluation_curve import EvaluatedPoint, points_of
 from farflock.node.train.run_size import StreamSize, stream_sizes
 
 _MAX_MANIFEST_CHARS = 256 * 1024
@@ -33,11 +34,12 @@ _BARS = re.compile("`+")
 class CardFacts:
     """The facts of a card beside the model's shape. `meta` is a checkpoint's: the run, its
     manifest, how far it came, and its members. `dtype` is that of the weights; `streams` are what
-    the run's method exchanges, where that is known."""
+    the run's method exchanges, where that is known, and `curve` has its evaluations."""
 
     meta: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "fp32"
     streams: Sequence[StreamSize] = ()
+    curve: Sequence[EvaluatedPoint] = ()
 
 
 def facts_of(meta: Mapping[str, Any], dtype: str) -> CardFacts:
@@ -48,7 +50,7 @@ def facts_of(meta: Mapping[str, Any], dtype: str) -> CardFacts:
         with contextlib.suppress(FarflockError):
             manifest = parse(text)
             streams = stream_sizes(manifest.plan(), manifest.pipeline_plan())
-    return CardFacts(meta, dtype, streams)
+    return CardFacts(meta, dtype, streams, tuple(points_of(meta)))
 
 
 def model_card(title: str, config: ModelConfig, facts: CardFacts) -> str:
@@ -68,7 +70,7 @@ def model_card(title: str, config: ModelConfig, facts: CardFacts) -> str:
             f"| | |\n|---|---|\n{rows}",
             "",
             *_USE,
-            *_EVALUATION,
+            *_evaluation(facts.curve),
             *(_reproduction(text, manifest) if text else ()),
         ]
     )
@@ -85,16 +87,28 @@ _USE = (
     "```",
     "",
 )
-_EVALUATION = (
-    "## Evaluation",
-    "",
-    "This export states no measurement. Measure the model on text that it was not trained on:",
-    "",
-    "```console",
-    "$ farflock evaluate . --data FOLDER",
-    "```",
-    "",
-)
+
+
+def _evaluation(curve: Sequence[EvaluatedPoint]) -> Iterator[str]:
+    yield "## Evaluation"
+    yield ""
+    if curve:
+        last = curve[-1]
+        yield f"![The held-out loss over the run's tokens]({CURVE_NAME})"
+        yield ""
+        yield (
+            "While the run trained, members measured it on text that none of them trained on: at"
+            f" last {last.loss:.3f} ± {last.standard_error:.3f} nats a token, before round"
+            f" {last.round:,}, at {last.tokens:,} tokens. These are their words, and the weights"
+            " here may be of a later round. Measure the model yourself:"
+        )
+    else:
+        yield "This export states no measurement. Measure the model on text that is new to it:"
+    yield ""
+    yield "```console"
+    yield "$ farflock evaluate . --data FOLDER"
+    yield "```"
+    yield ""
 
 
 def _front_matter(config: ModelConfig, manifest: Mapping[str, Any]) -> Iterator[str]:

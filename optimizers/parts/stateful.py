@@ -238,6 +238,13 @@ def live_state(method: Method, replica: Replica) -> LiveState:
     return LiveState(shared, own, method.eval_params(replica))
 
 
+def evaluated_weights(method: Method, replica: Replica) -> Tensors:
+    """Return the parameters to evaluate, without copies if the method is one of the catalog's."""
+    if isinstance(method, StatefulMethod):
+        return method.evaluated(replica)
+    return method.eval_params(replica)
+
+
 def mean_of(exchange: Exchange, result: Result) -> Tensors:
     """Return the mean of a round that did not fail."""
     assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"

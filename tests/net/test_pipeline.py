@@ -49,6 +49,19 @@ def assembled(plan, pieces):
     return model
 
 
+def require_one_curve(nodes):
+    """Require that the nodes know the same evaluations, of a loss that falls."""
+    told = [
+        {(event["round"], event["by"]): event["loss"] for event in node.events("evaluation")}
+        for node in nodes
+    ]
+    common = sorted(set.intersection(*map(set, told)))
+    assert len(common) >= 2, told
+    assert all(each[place] == told[0][place] for each in told for place in common)
+    assert told[0][common[-1]] < told[0][common[0]]
+    assert not any(node.events("difference") for node in nodes)
+
+
 @pytest.mark.ci_more
 def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is_trained(run, text):
     steps = 40
@@ -71,6 +84,7 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
     assert sorted(roles) == [f"stage:{stage}" for stage in (0, 0, 1, 1, 2, 2)]
     assert all(node.status()["work"]["merged"] > 0 for node in run.nodes)
     assert fallen(founder) > 1.0
+    require_one_curve(run.nodes)
 
     states = []
     for stage in range(3):

@@ -47,6 +47,7 @@ def described(peers, steps, stages=3, **terms):
             "pipeline": {"stages": stages, "batch": BATCH} | terms,
             "method": {"name": "ddp", "options": {}},
             "exchange": {"view_s": 1.0, "start_peers": peers},
+            "evaluation": {"sequences": 32},
         }
     )
 

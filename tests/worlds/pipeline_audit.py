@@ -101,7 +101,7 @@ class Audit:
         self.events = collections.Counter()
         self.on_event = lambda what, number: None
         self.begun_anew = False  # whether a stage may be, with other weights than it had
-        self.sim = None
+        self.sim = self.evaluations = None
         self.reference = Stage(build(plan.model, plan.run_seed).double())
         self._stages = [build(plan.model, plan.run_seed, span).double() for span in pipeline.stages]
         # by stage and round, the weights that all servers of the stage have then:
@@ -112,7 +112,10 @@ class Audit:
 
     def run(self, during=None):
         async def main():
-            self.sim = PipelineSimulation(self.plan, self.pipeline, self.world, TEXT, self.watch)
+            self.sim = PipelineSimulation(
+                *(self.plan, self.pipeline, self.world, TEXT, self.watch),
+                evaluations=self.evaluations,
+            )
             beside = [
                 asyncio.create_task(work(self.sim))
                 for work in (self._measure, during)

@@ -78,13 +78,19 @@ def size_facts(
     """Return the sizes of a run for `--json`, sums over a round of each stream among them; raise
     `Usage` if a stream cannot travel at all. `stored_bytes` are those of the weights in the folder
     that a founder's run starts from."""
-    from farflock.node.run.memory import needed_bytes, needed_device_bytes, needed_stage_bytes
+    from farflock.node.run.memory import (
+        StepChoices,
+        needed_bytes,
+        needed_device_bytes,
+        needed_stage_bytes,
+    )
     from farflock.node.train.run_size import exchanged, stream_sizes
 
     plan, pipeline = described.plan(), described.pipeline_plan()
     streams = stream_sizes(plan, pipeline)
+    computing = StepChoices(evaluates=described.evaluation.every > 0)
     memory = (
-        [needed_bytes(plan, exchanged(plan, line.peers, streams))]
+        [needed_bytes(plan, exchanged(plan, line.peers, streams), computing)]
         if pipeline is None
         else [needed_stage_bytes(plan, pipeline, stage) for stage in range(len(pipeline.stages))]
     )
@@ -95,7 +101,7 @@ def size_facts(
         "bytes_per_round": sum(each["round_bytes"] for each in facts),
         "seconds_per_round": sum(each["round_s"] for each in facts),
         "memory_host": max(memory),
-        "memory_device": needed_device_bytes(plan) if pipeline is None else 0,
+        "memory_device": needed_device_bytes(plan, computing) if pipeline is None else 0,
         **asdict(line),
         "start": _start_facts(described, line, stored_bytes),
         "streams": facts,

@@ -59,12 +59,14 @@ def command(
     """
     from farflock.node.model.export import ExportForm, export
     from farflock.node.state.saved_model import open_model
+    from farflock.node.use.curve_picture import curve_picture
     from farflock.node.use.model_card import facts_of, model_card
 
     out, saved = Output(as_json), open_model(folder)
     tokenizer = _ended(out, saved.tokenizer, end_of_text)
-    card = model_card(target.absolute().name, saved.config, facts_of(saved.meta, dtype))
-    form = ExportForm(dtype, shard_bytes)
+    about = facts_of(saved.meta, dtype)
+    card = model_card(target.absolute().name, saved.config, about)
+    form = ExportForm(dtype, shard_bytes, curve_picture(about.curve) if about.curve else b"")
     with out.progress("exporting") as progress:
         written_bytes = export(
             target,

@@ -161,7 +161,8 @@ def command(
 ) -> None:
     """Run MANIFEST with real training steps on a simulated network, in virtual time.
 
-    Without MANIFEST, a tiny model is trained. The same seed gives the same state hash.
+    Without MANIFEST, a tiny model is trained. The same seed gives the same state hash. Peers do not
+    evaluate the run as it goes on, whatever [evaluation] says: the end of it is measured instead.
 
     \b
     Examples:

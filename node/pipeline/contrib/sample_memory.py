@@ -44,7 +44,13 @@ from farflock.compression.aqsgd import (
 )
 from farflock.compression.codec import CorruptPayload
 from farflock.node.pipeline.passes.edges import Edges
-from farflock.node.pipeline.passes.requests import Backward, Forward, Visit
+from farflock.node.pipeline.passes.requests import (
+    Backward,
+    Forward,
+    HeldOutForward,
+    StagePass,
+    Visit,
+)
 from farflock.node.pipeline.server.edge_ends import EdgeEnds, NotHeld
 
 
@@ -62,8 +68,10 @@ class ServerMemory(EdgeEnds):
         """Bytes of remembered values."""
         return self.sent.held_bytes + self.received.held_bytes
 
-    def misfit(self, request: Forward | Backward) -> str | None:
+    def misfit(self, request: StagePass) -> str | None:
         """As `EdgeEnds.misfit`: each sequence needs a sample id, in a `Forward` also a tag."""
+        if isinstance(request, HeldOutForward):
+            return None
         visit = request.visit
         if visit is None or len(visit.samples) != self.edges.batch:
             return f"it needs the ids of {self.edges.batch} samples"
@@ -74,11 +82,15 @@ class ServerMemory(EdgeEnds):
         self,
         caller: str,
         y_BLD: Tensor,
-        request: Forward,
+        request: Forward | HeldOutForward,
         tokens_BL: Tensor | None = None,
         came: bytes | None = None,
     ) -> bytes:
         """As `EdgeEnds.output`, relative to the values that the request says the trainer holds."""
+        if isinstance(request, HeldOutForward):
+            measured = bytearray()
+            _forgetful(self.edges).encode(y_BLD, _unnamed(self.edges, request), measured)
+            return bytes(measured)
         visit = _visit(request)
         names = _names(caller, request.stage, visit)
         held = [visit.held[at : at + TAG_BYTES] for at in range(0, len(visit.held), TAG_BYTES)]
@@ -93,10 +105,16 @@ class ServerMemory(EdgeEnds):
         self,
         caller: str,
         payload: bytes,
-        request: Forward | Backward,
+        request: StagePass,
         tokens_BL: Tensor | None = None,
     ) -> Tensor:
         """As `EdgeEnds.input`: return the trainer's m (B, L, D), bit for bit."""
+        if isinstance(request, HeldOutForward):
+            try:
+                context = _unnamed(self.edges, request)
+                return _forgetful(self.edges).decode(payload, context)
+            except ResyncNeeded as needed:
+                raise CorruptPayload(str(needed)) from None
         names = _names(caller, request.source, _visit(request))
         try:
             return self.received.decode(payload, _context(self.edges, request, names))
@@ -231,6 +249,16 @@ def fresh(edges: Edges) -> AqSgd:
     return dataclasses.replace(edges.codec)
 
 
+def _forgetful(edges: Edges) -> AqSgd:
+    """Return a codec like the run's that sends and reads whole values, and keeps none."""
+    return dataclasses.replace(fresh(edges), max_samples=0)
+
+
+def _unnamed(edges: Edges, request: HeldOutForward) -> ActivationContext:
+    """Return the codec's context of a pass on held-out text, whose sequences have no names."""
+    return _context(edges, request, tuple(range(edges.batch)))
+
+
 def refers(payload: bytes, rows: Sequence[int], batch: int) -> bool:
     """True if all these rows of an input refer to held values, which a server may have dropped."""
     return bool(rows) and all(row < batch and payload[row] in (DIFFERENCE, HELD) for row in rows)
@@ -248,9 +276,7 @@ def _names(caller: str, source: int, visit: Visit) -> tuple[int, ...]:
     return tuple(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) for text in texts)
 
 
-def _context(
-    edges: Edges, request: Forward | Backward, samples: tuple[int, ...]
-) -> ActivationContext:
+def _context(edges: Edges, request: StagePass, samples: tuple[int, ...]) -> ActivationContext:
     """Return the codec's context of a forward pass; a backward request carries the same input."""
     return ActivationContext(
         (edges.batch, edges.seq, edges.dim),

@@ -35,6 +35,7 @@ from farflock.node.train.task import Train
 from farflock.optimizers.catalog import SUMMING, method
 from farflock.optimizers.method import Exchange
 from farflock.optimizers.parts.schedule import Schedule
+from farflock.optimizers.parts.stateful import evaluated_weights
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 
@@ -111,6 +112,8 @@ class Assembly:
         server = StageServer(
             index, stage, ends, terms, means, life=life, applied=applied, versions=versions
         )
+        if not summing:  # those that are trained are this server's alone
+            server.held_out.evaluated = lambda: evaluated_weights(driver.method, replica)
         accounts, compute = server.accounts, means.compute
         driver.contributions = (
             accounts if index else self.embedding.at_first(accounts, driver, applied)

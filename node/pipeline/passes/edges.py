@@ -7,6 +7,7 @@ Shapes: B sequences, L positions, D model width."""
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from farflock.compression.activation import (
 )
 from farflock.compression.activation_catalog import activation_codec, known_of, subspace_terms
 from farflock.compression.aqsgd import AqSgd
+from farflock.compression.codec import CorruptPayload
 from farflock.compression.subspace import (
     Basis,
     Subspace,
@@ -27,11 +29,13 @@ from farflock.compression.subspace import (
     unpack_tokens,
 )
 from farflock.compression.subspace_versions import SubspaceVersions
-from farflock.node.pipeline.passes.requests import Backward, Forward
+from farflock.node.pipeline.passes.requests import Backward, Forward, HeldOutForward, StagePass
 from farflock.node.run.basis import require_digest, run_basis
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.swarm.messages import MAX_CODECS, CodecId
 from farflock.swarm.peer.payloads import Given
+
+_LOSS = np.dtype("<f8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,11 @@ class Edges:
         return self.codec.scope == "shared_params"
 
     @property
+    def loss_bytes(self) -> int:
+        """The size of a payload of losses (B,)."""
+        return self.batch * _LOSS.itemsize
+
+    @property
     def token_bytes(self) -> int:
         """The size of a payload of token ids (B, L)."""
         return self.batch * self.seq * id_bytes(self.vocabulary)
@@ -101,8 +110,25 @@ class Edges:
         """Decode token ids; raise `CorruptPayload` for anything else."""
         return unpack_tokens(payload, self.batch, self.seq, self.vocabulary)
 
+    def pack_losses(self, losses_B: Tensor) -> bytes:
+        """Encode the mean loss of each sequence as a payload, little endian."""
+        return losses_B.cpu().numpy().astype(_LOSS).tobytes()
+
+    def unpack_losses(self, payload: bytes) -> Tensor:
+        """Decode losses (B,), float64, which need not be finite; raise `CorruptPayload` for another
+        number of them."""
+        if len(payload) != self.loss_bytes:
+            raise CorruptPayload(
+                f"{len(payload)} bytes are not the losses of {self.batch} sequences"
+            )
+        return torch.from_numpy(np.frombuffer(payload, _LOSS).astype(np.float64))
+
     def output(
-        self, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None = None
+        self,
+        y_BLD: Tensor,
+        request: Forward | HeldOutForward,
+        tokens_BL: Tensor,
+        came: bytes | None = None,
     ) -> bytes:
         """Encode a stage's output, in the same version as `came`, the payload of the stage's
         input."""
@@ -112,7 +138,7 @@ class Edges:
         self._codec(request.sends).encode(y_BLD, context, out)
         return bytes(out)
 
-    def input(self, payload: bytes, request: Forward | Backward, tokens_BL: Tensor) -> Tensor:
+    def input(self, payload: bytes, request: StagePass, tokens_BL: Tensor) -> Tensor:
         """Decode the stage's input, as `output` wrote it at the request's source."""
         context = self._context("forward", request.source, request, tokens_BL)
         return self._codec(request.came).decode(payload, context)
@@ -189,7 +215,7 @@ class Edges:
         self,
         direction: Direction,
         source: int,
-        request: Forward | Backward,
+        request: StagePass,
         tokens_BL: Tensor,
         arrived_BLD: Tensor | None = None,
         version: int | None = None,

@@ -67,6 +67,22 @@ class Forward(_Body, frozen=True, tag="forward"):
     sends: CodecId | None = None
 
 
+class HeldOutForward(_Body, frozen=True, tag="measure"):
+    """Asks for the stage's output on held-out text, with the weights that the method evaluates. No
+    backward pass follows: the server keeps nothing of it. At the last stage the output is the mean
+    loss of each sequence.
+
+    Payloads: those of `Forward` and, at the last stage, the target tokens. `number` is that of the
+    microbatch in its evaluation."""
+
+    number: Count
+    stage: StageIndex
+    source: SourceStage
+    epoch: RoundNumber
+    came: CodecId | None = None
+    sends: CodecId | None = None
+
+
 class Backward(_Body, frozen=True, tag="backward"):
     """Asks for the gradient of the stage's input (none at the first stage).
 
@@ -101,7 +117,8 @@ class Revoke(_Body, frozen=True, tag="revoke"):
     attempt: Count
 
 
-StageRequest = Forward | Backward | Confirm | Revoke
+StagePass = Forward | Backward | HeldOutForward
+StageRequest = StagePass | Confirm | Revoke
 
 
 class Done(_Body, frozen=True, tag="done"):
@@ -157,6 +174,10 @@ class Refused(_Body, frozen=True, tag="refused"):
     unread: Made | None = None
 
 
+class NotFinite(_Body, frozen=True, tag="not finite"):
+    """The stage's output on held-out text is not finite."""
+
+
 class Merged(_Body, frozen=True, tag="merged"):
     """The confirmed gradient is in the sum."""
 
@@ -165,7 +186,7 @@ class Unknown(_Body, frozen=True, tag="unknown"):
     """The gradient is not here and never will be."""
 
 
-StageAnswer = Done | Busy | Stale | Gone | Lacks | Foreign | Refused | Merged | Unknown
+StageAnswer = Done | Busy | Stale | Gone | Lacks | Foreign | Refused | NotFinite | Merged | Unknown
 
 
 class Reserve(_Body, frozen=True, tag="reserve"):

@@ -17,12 +17,13 @@ Shapes: B sequences, L positions, D model width, V vocabulary."""
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
 from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama
@@ -109,6 +110,19 @@ class Stage:
     def loss_sum(self, x: Tensor, targets_BL: Tensor) -> float:
         """Compute the last stage's loss without a backward pass, in nats summed over tokens."""
         return float(_summed_loss(self.forward(x), self.there(targets_BL)))
+
+    @torch.no_grad()
+    def measured(
+        self, x: Tensor, targets_BL: Tensor | None, weights: Mapping[str, Tensor] | None
+    ) -> Tensor:
+        """Return what `forward` does but, at the last stage, the mean loss of each sequence (B,) in
+        nats a token; `weights` are used instead of the stage's own."""
+        outside = () if targets_BL is None else (self.there(targets_BL), "none")
+        own = dict(self.model.named_parameters())
+        used = {name: weight.to(own[name]) for name, weight in (weights or {}).items()}
+        with self._precision():
+            y: Tensor = functional_call(self.model, used, (self.there(x), *outside))
+        return y if targets_BL is None else y.double().mean(dim=1)
 
     @torch.enable_grad()
     def graph(self, x: Tensor) -> Graph:

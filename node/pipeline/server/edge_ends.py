@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from farflock.node.pipeline.passes.edges import Edges
-from farflock.node.pipeline.passes.requests import Backward, Forward
+from farflock.node.pipeline.passes.requests import Forward, HeldOutForward, StagePass
 
 
 class NotHeld(Exception):
@@ -37,27 +37,31 @@ class EdgeEnds:
        other values.
     3. The trainer that `caller` names can read what `output` returns, whatever this end has
        forgotten since. `output` raises `UnencodableTensor` for values that are not finite.
-    4. `misfit` changes nothing and may be called on the event loop; `output` and `input` are called
+    4. What `output` and `input` do for a request on held-out text changes nothing.
+    5. `misfit` changes nothing and may be called on the event loop; `output` and `input` are called
        only by the compute thread."""
 
     edges: Edges  # the codecs of the run, and the shape of its microbatches
 
-    def misfit(self, request: Forward | Backward) -> str | None:
+    def misfit(self, request: StagePass) -> str | None:
         """Return why the samples that a request names are impossible, or None if they are
-        possible."""
-        if request.visit is None:
+        possible. A request on held-out text names none."""
+        if isinstance(request, HeldOutForward) or request.visit is None:
             return None
         return "samples are named, and the run's codec remembers none"
 
     def output(
-        self, caller: str, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None
+        self,
+        caller: str,
+        y_BLD: Tensor,
+        request: Forward | HeldOutForward,
+        tokens_BL: Tensor,
+        came: bytes | None,
     ) -> bytes:
         """Encode a stage's output (B, L, D); `came` is the payload of its input, None for
         tokens."""
         return self.edges.output(y_BLD, request, tokens_BL, came)
 
-    def input(
-        self, caller: str, payload: bytes, request: Forward | Backward, tokens_BL: Tensor
-    ) -> Tensor:
+    def input(self, caller: str, payload: bytes, request: StagePass, tokens_BL: Tensor) -> Tensor:
         """Decode a stage's input (B, L, D)."""
         return self.edges.input(payload, request, tokens_BL)

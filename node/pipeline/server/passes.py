@@ -24,11 +24,13 @@ from farflock.node.pipeline.passes.requests import (
     Foreign,
     Forward,
     Gone,
+    HeldOutForward,
     Lacks,
     Made,
     Refused,
     Revoke,
     StageAnswer,
+    StagePass,
     StageRequest,
     Stale,
     Version,
@@ -47,7 +49,7 @@ class PassRequest:
     """A pass that the trainer `caller` asks for, with the request's payloads."""
 
     caller: PeerId
-    request: Forward | Backward
+    request: StagePass
     payloads: tuple[bytes, ...]
 
 
@@ -113,9 +115,9 @@ class StagePasses:
         if isinstance(asked, Forward):
             late = self._applied() - asked.epoch > self._staleness
             return Stale(self._applied()) if late else None
-        return None if known else self._lack(asked)
+        return None if known or isinstance(asked, HeldOutForward) else self._lack(asked)
 
-    def _misfit(self, asked: Forward | Backward) -> StageAnswer | None:
+    def _misfit(self, asked: StagePass) -> StageAnswer | None:
         """Return a refusal if this stage cannot compute such a pass, else None."""
         if (asked.source < 0) != self.stage.is_first or asked.source == self._index:
             return Refused(f"stage {self._index} takes no output of {asked.source}")
@@ -125,21 +127,21 @@ class StagePasses:
         known = edges.knows(asked.came) and edges.knows(asked.sends)
         return None if known else Foreign(edges.reads)
 
-    def _oversize(self, asked: Forward | Backward, sizes: tuple[int, ...]) -> StageAnswer | None:
+    def _oversize(self, asked: StagePass, sizes: tuple[int, ...]) -> StageAnswer | None:
         """Return a refusal if the number or sizes of the payloads do not fit the request."""
         limits = self._max_sizes(asked)
         if len(sizes) == len(limits) and all(map(operator.le, sizes, limits)):
             return None
         return Refused(f"payloads of {sizes} bytes; at most {limits} belong to it")
 
-    def _max_sizes(self, asked: Forward | Backward) -> tuple[int, ...]:
+    def _max_sizes(self, asked: StagePass) -> tuple[int, ...]:
         """Return the maximum size of each payload of a request, in bytes."""
         edges = self.ends.edges
         given = () if self.stage.is_first else (edges.max_bytes("forward", asked.came),)
-        if isinstance(asked, Forward):
-            return (edges.token_bytes, *given)
-        if self.stage.is_last:
+        if self.stage.is_last and not isinstance(asked, Forward):
             return (edges.token_bytes, *given, edges.token_bytes)
+        if not isinstance(asked, Backward):
+            return (edges.token_bytes, *given)
         arrived = (edges.max_bytes("forward", asked.sends),) if edges.is_masked(asked.sends) else ()
         return (edges.token_bytes, *given, edges.max_bytes("backward", asked.sends), *arrived)
 
@@ -159,7 +161,7 @@ class StagePasses:
         """Let the device compute forward passes together; return what waits for it, and then does
         what `forward` does. One with an unreadable input is refused alone."""
         with self.versions.using(None) as version:
-            read = [self._read_or_stale(each) for each in asked]
+            read = [self.read_or_stale(each) for each in asked]
             inputs = [
                 (_key(each), entry[1])
                 for each, entry in zip(asked, read, strict=True)
@@ -182,7 +184,7 @@ class StagePasses:
                 replies.append(entry)
                 continue
             try:
-                replies.append(self._output(each, next(made).wait(), entry[0]))
+                replies.append(self.output(each, next(made).wait(), entry[0]))
             except UnencodableTensor as error:
                 replies.append(Refused(str(error)[:200], None if self.stage.is_first else "input"))
         return replies
@@ -285,16 +287,18 @@ class StagePasses:
     def _coming(self, x: Tensor) -> Coming:
         return coming(x, ahead=self.stage.runs_ahead)
 
-    def _output(self, asked: PassRequest, y_BLD: Tensor, tokens_BL: Tensor) -> bytes:
-        assert isinstance(asked.request, Forward)
+    def output(self, asked: PassRequest, y_BLD: Tensor, tokens_BL: Tensor) -> bytes:
+        """Encode a stage's output; raise `UnencodableTensor` if it is not finite."""
+        assert not isinstance(asked.request, Backward)
         return self.ends.output(asked.caller, y_BLD, asked.request, tokens_BL, self._came(asked))
 
     def _came(self, asked: PassRequest) -> bytes | None:
         """Return the payload of the stage's input, None for tokens."""
         return None if self.stage.is_first else asked.payloads[1]
 
-    def _read_or_stale(self, asked: PassRequest) -> tuple[Tensor, Tensor] | Unread | Stale:
-        """Read a forward pass's input; return `Stale` if its codec version is superseded."""
+    def read_or_stale(self, asked: PassRequest) -> tuple[Tensor, Tensor] | Unread | Stale:
+        """Read the input of a pass that goes forward; return `Stale` if its codec version is
+        superseded."""
         try:
             return self.read(asked)
         except Superseded:

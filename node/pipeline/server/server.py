@@ -6,12 +6,12 @@ Requests wait in a queue; a trainer that finds it full asks another server. Only
 runs at a time, so that no pass sees weights in the middle of a step.
 
 In node/pipeline/server, a request is admitted or refused (passes.py), waits (queue.py) and is
-computed (passes.py); its gradient waits for a confirmation (pending.py), then counts
-(accounts.py)."""
+computed (passes.py, or held_out.py); its gradient waits for a confirmation (pending.py), then
+counts (accounts.py)."""
 
 import asyncio
 import collections
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -25,12 +25,15 @@ from farflock.node.pipeline.passes.requests import (
     Confirm,
     Done,
     Forward,
+    HeldOutForward,
     Merged,
     Refused,
     Revoke,
     StageAnswer,
+    StagePass,
     StageRequest,
     Unknown,
+    Version,
     decode_answer,
     decode_request,
     encode,
@@ -38,15 +41,15 @@ from farflock.node.pipeline.passes.requests import (
 from farflock.node.pipeline.passes.stage import MicrobatchGradient, Stage
 from farflock.node.pipeline.server.accounts import StageAccounts
 from farflock.node.pipeline.server.edge_ends import EdgeEnds
+from farflock.node.pipeline.server.held_out import HeldOutPasses
 from farflock.node.pipeline.server.passes import (
     BackwardReply,
     BackwardResult,
-    ForwardReplies,
     PassRequest,
     StagePasses,
 )
 from farflock.node.pipeline.server.pending import PendingGradient, PendingGradients
-from farflock.node.pipeline.server.queue import StageQueue
+from farflock.node.pipeline.server.queue import PassKind, StageQueue
 from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.run.terms import ServerTerms
 from farflock.swarm.links import PeerId
@@ -87,8 +90,8 @@ class _Job:
     came_s: float = 0.0
 
     @property
-    def is_backward(self) -> bool:
-        return isinstance(self.asked.request, Backward)
+    def kind(self) -> PassKind:
+        return _kind(self.asked.request)
 
     def resolve(self, answer: StageAnswer, payloads: tuple[bytes, ...] = ()) -> None:
         if not self.reply.done():
@@ -115,6 +118,7 @@ class StageServer:
         staging = GradientLeases(terms.places, terms.lease_s)
         self.computing, self._life, self._applied = computing, life, applied
         self.passes = StagePasses(index, stage, ends, versions, applied, terms.staleness)
+        self.held_out = HeldOutPasses(self.passes)
         self.pending = PendingGradients(staging)
         tokens, knows_loss = ends.edges.tokens, stage.is_last
         self.accounts = StageAccounts(
@@ -148,14 +152,14 @@ class StageServer:
         refusal = self.passes.refusal(asked, sizes, known=known)
         if refusal is not None or known or isinstance(asked, Confirm | Revoke):
             return refusal
-        return None if self._queue.has_room(backward=isinstance(asked, Backward)) else Busy()
+        return None if self._queue.has_room(_kind(asked)) else Busy()
 
     async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> CallReply:
         """Serve an admitted request."""
         asked = decode_request(request)
         key = (caller, asked.number)
         match asked:
-            case Forward():
+            case Forward() | HeldOutForward():
                 return await self._enqueue(_job(caller, asked, payloads))
             case Backward():
                 return await self._backward(key, asked.attempt, _job(caller, asked, payloads))
@@ -167,10 +171,10 @@ class StageServer:
                 return CallReply(encode(Unknown()))
 
     async def _enqueue(self, job: _Job) -> CallReply:
-        if not self._queue.has_room(backward=job.is_backward):
+        if not self._queue.has_room(job.kind):
             return CallReply(encode(Busy()))  # the queue filled up while the payloads were fetched
         job.came_s = self._now()
-        self._queue.put(job, backward=job.is_backward)
+        self._queue.put(job.kind, job)
         self._waiting.set()
         return await job.reply
 
@@ -262,13 +266,16 @@ class StageServer:
 
     async def _begin(self, jobs: list[_Job]) -> Rest | None:
         """Begin passes; return what answers them, or None if they are answered already."""
-        passes, started_s = self.passes, self._now()
-        if jobs[0].is_backward:
-            (job,) = jobs
+        passes, held_out, started_s = self.passes, self.held_out, self._now()
+        job, kind = jobs[0], jobs[0].kind
+        if kind == "backward":
             back = partial(self._answer_backward, job, started_s)
             return await self._run(
                 passes.backward, passes.begin_backward, job.asked, BACKWARD_COST, back
             )
+        if kind == "measure":
+            told = partial(self._answer_forward, jobs, started_s)
+            return await self._run(held_out.measure, held_out.begin, job.asked, 1.0, told)
         asked, answer = [job.asked for job in jobs], partial(self._answer_forward, jobs, started_s)
         return await self._run(passes.forward, passes.begin_forward, asked, len(jobs), answer)
 
@@ -290,11 +297,16 @@ class StageServer:
 
         return rest
 
-    def _answer_forward(self, jobs: list[_Job], started_s: float, found: ForwardReplies) -> None:
+    def _answer_forward(
+        self,
+        jobs: list[_Job],
+        started_s: float,
+        found: tuple[Sequence[bytes | StageAnswer], Version | None],
+    ) -> None:
         outputs, version = found
         took_s = (self._now() - started_s) / len(jobs)
         for job, output in zip(jobs, outputs, strict=True):
-            self._served["forward"] += 1
+            self._served[job.kind] += 1
             if isinstance(output, bytes):
                 done = Done(self._life, 0, took_s, waited_s=started_s - job.came_s, version=version)
                 job.resolve(done, (output,))
@@ -357,7 +369,17 @@ class StageServer:
         return asyncio.get_running_loop().time()
 
 
-def _job(caller: PeerId, asked: Forward | Backward, payloads: tuple[bytes, ...]) -> _Job:
+def _kind(asked: StagePass) -> PassKind:
+    match asked:
+        case Backward():
+            return "backward"
+        case HeldOutForward():
+            return "measure"
+        case Forward():
+            return "forward"
+
+
+def _job(caller: PeerId, asked: StagePass, payloads: tuple[bytes, ...]) -> _Job:
     return _Job(PassRequest(caller, asked, payloads), asyncio.get_running_loop().create_future())
 
 

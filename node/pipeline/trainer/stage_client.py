@@ -4,7 +4,7 @@ path policy."""
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,6 +16,7 @@ from farflock.node.pipeline.passes.requests import (
     Foreign,
     Forward,
     Gone,
+    HeldOutForward,
     Refused,
     StageAnswer,
     StageRequest,
@@ -147,9 +148,13 @@ class StageClient:
 
     def drop(self, flight: InFlight) -> None:
         """Have servers forget what they keep for a microbatch."""
-        for left, _, _ in flight.left:
-            self._calls.drop(left)
+        self.forget(left for left, _, _ in flight.left)
         flight.left.clear()
+
+    def forget(self, payloads: Iterable[Left]) -> None:
+        """Have the servers that made these payloads forget them."""
+        for left in payloads:
+            self._calls.drop(left)
 
     async def _fetch(
         self, request: StageRequest, payloads: Sequence[Given], places: Collection[int]
@@ -179,14 +184,21 @@ class StageClient:
     def _leaves(self, request: StageRequest) -> bool:
         """True if the answer's payload may stay with the server."""
         match request:
-            case Forward(sends=codec) | Backward(came=codec):
+            case HeldOutForward(stage=stage) if self._is_last(stage):
+                return False
+            case Forward(sends=codec) | Backward(came=codec) | HeldOutForward(sends=codec):
                 return self._direct and self._codecs.edges.may_stay(codec)
             case _:
                 return False
 
+    def _is_last(self, stage: int) -> bool:
+        return stage == self._stage_directory.stages - 1
+
     def _max_reply_bytes(self, request: StageRequest) -> int:
         match request:
-            case Forward(sends=sends):
+            case HeldOutForward(stage=stage) if self._is_last(stage):
+                return self._codecs.edges.loss_bytes
+            case Forward(sends=sends) | HeldOutForward(sends=sends):
                 return self._codecs.edges.max_bytes("forward", sends)
             case Backward(came=came):
                 return self._codecs.edges.max_bytes("backward", came)
@@ -195,7 +207,7 @@ class StageClient:
 
     def _timeout_s(self, request: StageRequest) -> float:
         match request:
-            case Forward():
+            case Forward() | HeldOutForward():
                 return self._forward_timeout_s
             case Backward():
                 return self._backward_timeout_s
@@ -210,7 +222,8 @@ class StageClient:
         started_s: float,
         took_s: float | None = None,
     ) -> None:
-        """Tell the policy how a pass went; confirmations say nothing about a server's speed."""
+        """Tell the policy how a pass went; confirmations say nothing about a server's speed, and
+        passes on held-out text are none of the policy's."""
         if isinstance(request, Forward | Backward):
             size = 1.0 if isinstance(request, Forward) else BACKWARD_SIZE
             call = FinishedCall(server.peer, request.stage, size, started_s, took_s)

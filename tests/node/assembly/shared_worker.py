@@ -19,14 +19,19 @@ from farflock.node.assembly.node import replica_node
 from farflock.node.assembly.resume import checkpoint_state, load_state
 from farflock.node.assembly.text import text_of
 from farflock.node.model import loss
+from farflock.node.model.data import evaluation_rows
 from farflock.node.model.device import Device
+from farflock.node.model.evaluation import HeldOut
 from farflock.node.model.llama import build
 from farflock.node.model.ranks import FollowerLost
 from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.process.torchrun import follow_leader, gathered, place_of, unless_lost
 from farflock.node.run.manifest import resolve
 from farflock.node.state import checkpoint
+from farflock.node.tokens.tokenizer import ByteTokenizer
+from farflock.node.train.model_meter import ModelMeter
 from farflock.node.train.shared_task import SharedTask
+from farflock.optimizers.parts.stateful import evaluated_weights
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
@@ -65,7 +70,8 @@ class World:
         self.weights = None  # that the run starts from, if not from its seed
         Path(self.corpus).write_text("\n".join(f"{n} squared is {n * n}" for n in range(2000)))
         os.environ["FARFLOCK_HOME"] = str(folder / "home")
-        self.text = text_of(self.manifest().data).train()
+        text = text_of(self.manifest().data)
+        self.text, self.held_out = text.train(), text.held_out()
 
     def manifest(self, **terms):
         return manifest(self.corpus, **terms)
@@ -170,6 +176,18 @@ def a_checkpoint_moves_between_one_process_and_two(world, described, node, folde
         same(loaded, checkpoint.load(path).parts)
 
 
+def the_leader_measures_what_one_process_does(world, described):
+    found = []
+    rows = evaluation_rows(world.held_out, SEQ, 8)
+    for shared in (True, False):
+        _, node, _ = world.trained(described, shared)
+        driver, meter = node.loop.driver, ModelMeter(node.model, HeldOut(rows), ByteTokenizer())
+        copied = meter.copy(evaluated_weights(driver.method, driver.replica))
+        found.append(copied(lambda: False).estimate)
+    assert found[0].sequences == 8
+    assert abs(found[0].mean - found[1].mean) < 1e-3 * found[1].mean
+
+
 def in_bf16_the_loss_falls_as_in_float32(world, options, exact):
     _, node, losses = world.trained(world.manifest(autocast=True, **options), shared=True)
     assert losses != exact
@@ -205,7 +223,10 @@ def all_is_well(world, folder):
 
 
 def so_it_is_on_other_terms(world, folder):
-    local_steps_are_those_of_one_process(world, world.manifest(method="ddp", codec="fp32"))
+    by_steps = world.manifest(method="ddp", codec="fp32")
+    local_steps_are_those_of_one_process(world, by_steps)
+    for described in (by_steps, world.manifest(**OPTIONS)):
+        the_leader_measures_what_one_process_does(world, described)
     _, _, exact = world.trained(world.manifest(**OPTIONS), shared=True)
     in_bf16_the_loss_falls_as_in_float32(world, OPTIONS, exact)
 

@@ -105,7 +105,7 @@ def test_it_has_the_newest_evaluation_with_its_member_and_a_sample(tmp_path):
         "the weights write: The king",
     ]
     own = msgspec.structs.replace(found, own=True, loss=None, bits_per_byte=None)
-    assert own.said() == "not finite (before round 20, this node's own weights, by abcdefgh)"
+    assert own.said() == "not finite (before round 20, of the weights that abcdefgh alone has)"
     watch.newest = None
     assert StatusWriter(node_in(tmp_path, watch=watch)).write().evaluation is None
 

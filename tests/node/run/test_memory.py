@@ -13,6 +13,7 @@ from farflock.node.run.memory import (
     WHOLE_BATCH,
     Exchanged,
     StepChoices,
+    evaluation_bytes,
     kept_outer,
     needed_bytes,
     needed_device_bytes,
@@ -74,6 +75,17 @@ def test_small_moments_are_counted_beside_what_a_checkpoint_makes_of_them():
     )
     assert bf16 - fp32 == 2 * 2 * weights
     assert bf16 - int8 == pytest.approx((2 - 1 - 4 / 256) * 2 * weights, abs=2)
+
+
+def test_a_copy_of_the_weights_is_counted_for_an_evaluation_instead_of_the_passes():
+    small, large = manifest(batch=1, seq=32), manifest(batch=512)
+    measuring = StepChoices(evaluates=True)
+    assert evaluation_bytes(small, StepChoices()) == 0
+    assert evaluation_bytes(small, measuring) > 4 * small.model.parameters()
+    for needed in (lambda plan, how: needed_bytes(plan, Exchanged(), how), needed_device_bytes):
+        more = needed(small, measuring) - needed(small, StepChoices())
+        assert 0 < more < evaluation_bytes(small, measuring)
+        assert needed(large, measuring) == needed(large, StepChoices())
 
 
 def test_a_larger_batch_takes_more_and_accumulation_does_not():

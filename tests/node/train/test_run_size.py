@@ -12,7 +12,13 @@ from farflock.node.run.manifest import resolve
 from farflock.node.run.terms import RunPlan
 from farflock.node.train import run_size
 from farflock.node.train.exchange_client import layout_of
-from farflock.node.train.run_size import StreamSize, exchanged, require_carried, stream_sizes
+from farflock.node.train.run_size import (
+    StreamSize,
+    exchanged,
+    is_paired,
+    require_carried,
+    stream_sizes,
+)
 from farflock.optimizers.catalog import METHODS, method
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
@@ -91,6 +97,14 @@ def test_a_pipeline_has_the_streams_of_each_of_its_stages():
     sizes = stream_sizes(manifest.plan(), manifest.pipeline_plan())
     assert [size.stream for size in sizes] == ["grad/0", "grad/1"]
     assert sum(size.values for size in sizes) == manifest.plan().model.parameters()
+
+
+def test_members_of_pairs_alone_have_weights_of_their_own():
+    found = {
+        name: is_paired(resolve({"model": {"preset": "tiny"}, "method": {"name": name}}).plan())
+        for name in ("diloco", "local", "noloco")
+    }
+    assert found == {"diloco": False, "local": False, "noloco": True}
 
 
 def test_reducers_share_the_residuals_of_a_method_that_compensates():

@@ -104,6 +104,19 @@ def test_no_evaluation_is_made_up():
     assert not re.search(r"\d", section)
 
 
+def test_the_run_s_evaluations_are_in_the_card_with_their_picture():
+    meta = META | {"evaluations": [[0, 0, 5.545, 0.01], [10, 640, 3.25, 0.125]]}
+    _, _, behind = card_of(meta).partition("## Evaluation\n")
+    section, _, _ = behind.partition("## ")
+    assert "](evaluation.svg)" in section
+    assert "3.250 ± 0.125 nats a token, before round 10, at 640 tokens" in section
+    assert "](evaluation.svg)" not in card_of(META | {"evaluations": [["<b>", 0, 1.0, 0.1]]})
+
+
+def card_of(meta):
+    return model_card("title", TINY, facts_of(meta, "bf16"))
+
+
 def test_weights_at_the_start_are_named_with_their_licence():
     text = card(meta={"manifest": '[model]\nweights = "cafe"\nlicence = "Apache-2.0"\n'})
     found = rows(text)

@@ -28,6 +28,7 @@ CODEC = st.none() | NAMED
 REQUESTS = st.one_of(
     st.builds(Forward, COUNT, STAGE, SOURCE, ROUND, VISIT, CODEC, CODEC),
     st.builds(Backward, COUNT, STAGE, SOURCE, ROUND, COUNT, VERSION, VISIT, CODEC, CODEC),
+    st.builds(said.HeldOutForward, COUNT, STAGE, SOURCE, ROUND, CODEC, CODEC),
     st.builds(said.Confirm, COUNT, STAGE, COUNT),
     st.builds(said.Revoke, COUNT, STAGE, COUNT),
 )
@@ -43,6 +44,7 @@ ANSWERS = st.one_of(
     st.builds(said.Busy),
     st.builds(said.Stale, ROUND),
     st.builds(said.Refused, st.text(max_size=200), st.sampled_from([None, "input", "gradient"])),
+    st.builds(said.NotFinite),
     st.builds(said.Merged),
     st.builds(said.Unknown),
 )

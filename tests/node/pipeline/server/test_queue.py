@@ -1,18 +1,20 @@
-"""A server's order of work: both kinds in turn, each in order, and neither starves."""
+"""A server's order of work: the kinds in turn, each in order, and none starves."""
 
 import random
 
 import pytest
 
-from farflock.node.pipeline.server.queue import StageQueue
+from farflock.node.pipeline.server.queue import TURNS, StageQueue
 
 
-def filled(forward, backward, room=8, together=1):
+def filled(forward, backward, measured=0, room=8, together=1):
     queue = StageQueue(room, together)
     for number in range(forward):
-        queue.put(f"f{number}", backward=False)
+        queue.put("forward", f"f{number}")
     for number in range(backward):
-        queue.put(f"b{number}", backward=True)
+        queue.put("backward", f"b{number}")
+    for number in range(measured):
+        queue.put("measure", f"m{number}")
     return queue
 
 
@@ -44,25 +46,26 @@ def test_a_crowd_of_one_kind_does_not_hold_up_the_other():
         (job,) = queue.take()
         kinds.append(job[0])
         if job[0] == "f":
-            queue.put(f"f{number}", backward=False)
+            queue.put("forward", f"f{number}")
     assert kinds == ["b", "f"] * 4
 
 
 def test_a_backward_pass_that_comes_meanwhile_is_next():
     queue = filled(2, 0)
     assert queue.take() == ["f0"]
-    queue.put("late", backward=True)
+    queue.put("backward", "late")
     assert drained(queue) == [["late"], ["f1"]]
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_each_kind_has_room_of_its_own(backward):
-    queue = filled(0 if backward else 3, 3 if backward else 0, room=3)
-    assert not queue.has_room(backward=backward)
-    assert queue.has_room(backward=not backward)
+@pytest.mark.parametrize("kind", TURNS)
+def test_each_kind_has_room_of_its_own(kind):
+    queue = StageQueue(3)
+    for number in range(3):
+        queue.put(kind, number)
+    assert [each for each in TURNS if queue.has_room(each)] == [x for x in TURNS if x != kind]
     with pytest.raises(AssertionError, match="admitted to a full queue"):
-        queue.put("one too many", backward=backward)
-    queue.put("the other kind", backward=not backward)
+        queue.put(kind, "one too many")
+    queue.put(next(each for each in TURNS if each != kind), "another kind")
     assert len(queue) == 4
 
 
@@ -76,15 +79,15 @@ def test_whatever_happens_nothing_is_lost_doubled_or_overtaken():
     for seed in range(50):
         chance, queue, put, taken = random.Random(seed), StageQueue(5, 1 + seed % 4), [], []
         for number in range(100):
-            backward = chance.random() < 0.4
-            if queue.has_room(backward=backward):
-                queue.put((backward, number), backward=backward)
-                put.append((backward, number))
+            kind = chance.choice(TURNS)
+            if queue.has_room(kind):
+                queue.put(kind, (kind, number))
+                put.append((kind, number))
             if chance.random() < 0.5:
                 taken += queue.take()
         taken += [job for jobs in drained(queue) for job in jobs]
         assert sorted(taken) == sorted(put)
-        for kind in (False, True):
+        for kind in TURNS:
             assert [job for job in taken if job[0] is kind] == [
                 job for job in put if job[0] is kind
             ]
