@@ -26,6 +26,7 @@ from farflock.swarm.peer.branching import Branching
 from farflock.swarm.peer.calls import Calls
 from farflock.swarm.peer.codec_offers import CodecOffers
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.data_holders import DataHolders
 from farflock.swarm.peer.evaluations import Evaluations
 from farflock.swarm.peer.load_reports import LoadReports
 from farflock.swarm.peer.membership import Membership
@@ -102,6 +103,7 @@ class Peer:
         self.evaluations = Evaluations(self.context, self.newest)
         self.loads = LoadReports(self.context)
         self.codec_offers = CodecOffers(self.context)
+        self.data_holders = DataHolders(self.context)
         self.snapshots = Snapshots(self.context, self._askable)
         self.branching = Branching(
             self.context,
@@ -121,6 +123,7 @@ class Peer:
         router, snapshots = Router(self.context, self.membership, self.rounds), self.snapshots
         router.add(self.branching.receive, *get_args(messages.BranchMessage))
         router.add(self.calls.receive, *get_args(messages.CallMessage))
+        router.add(self.data_holders.receive, *get_args(messages.DataMessage))
         router.add_exchange(
             lambda sender, _, said: snapshots.receive(sender, said),
             *get_args(messages.SnapshotMessage),
