@@ -314,7 +314,8 @@ class Chunks:
         missing if no holder is left alive."""
         digest = fetching.digest
         self._incoming[digest] = fetching
-        taken, user = 0, ("gently", first) if fetching.gently else first
+        taken = 0
+        user: Hashable = ("gently", first) if fetching.gently else first
         try:
             await self._inbound.take(user, size)
             taken = size

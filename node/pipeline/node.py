@@ -14,6 +14,7 @@ import torch
 
 from farflock.node.data.samples import Text
 from farflock.node.data.shard_order import SampleStream
+from farflock.node.model.batches_ahead import ahead_of
 from farflock.node.model.data import Batches, Start
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
@@ -337,7 +338,8 @@ class PipelineNode:
         lane = lane_of(peer.me)
         first = first_number(peer.context.incarnation) + start.batch
         stream = SampleStream(plan.run_seed, peer.me)
-        self.batches = Batches(tokens, stream, plan.batch, plan.seq, plan.samples, start)
+        batches = Batches(tokens, stream, plan.batch, plan.seq, plan.samples, start)
+        self.batches = ahead_of(batches, tokens)
         gone = None if pipeline.asynchronous is None else pipeline.asynchronous.gone
         source = MicrobatchSource(self.batches, edges, policy, lane, first, gone)
         terms, late, report = pipeline.trainer, _max_late(pipeline, edges), self.means.report
@@ -351,7 +353,7 @@ class PipelineNode:
         # a batch that is being agreed on, and what is in flight beside it
         allowance, inputs = (
             Allowance(batch, batch + max(batch, late)),
-            stage_inputs(edges, self.batches),
+            stage_inputs(edges, batches),
         )
         return Trainer(peer, self.stage_directory, policy, source, terms, report, inputs, allowance)
 

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import msgspec
 
-from farflock.node.process.network import MachineOptions, identity_of, learn_run, network
+from farflock.node.process.network import (
+    MachineOptions,
+    identity_of,
+    known_members,
+    learn_run,
+    network,
+)
+from farflock.node.process.run_data import RunData, fetch_data
 from farflock.node.process.status import EvaluationStatus, watched
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Manifest
@@ -46,16 +53,21 @@ class RunInspection(msgspec.Struct, frozen=True):
     evaluation: EvaluationStatus | None = None
 
 
-async def fetch_manifest(machine: MachineOptions, invite: Invite, timeout_s: float) -> Manifest:
-    """Return the verified manifest of an invite's run."""
+async def fetch_plan(
+    machine: MachineOptions, invite: Invite, timeout_s: float
+) -> tuple[Manifest, RunData | None]:
+    """Return the verified manifest of an invite's run, and what is known of its prepared data,
+    whose index is fetched; raise `RefusedByRun` if no member has that."""
     with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
         visitor = _throwaway(machine, passing)
         async with network(visitor, identity_of(visitor.folder), invite.run, invite.addresses) as (
             directory,
             links,
         ):
-            _, manifest, _ = await learn_run(directory, links, invite, timeout_s)
-            return manifest
+            _, manifest, records = await learn_run(directory, links, invite, timeout_s)
+            members = known_members(links, records, invite.run)
+            data = await fetch_data(links, invite.run, manifest.data, members, machine)
+            return manifest, data
 
 
 async def inspect_run(machine: MachineOptions, invite: Invite, timeout_s: float) -> RunInspection:

@@ -122,8 +122,10 @@ class DataHolders:
         chunks, pin, liars = self._context.chunks, ("data", digest), set[PeerId]()
         asked = self._ordered(digest, holders)
         try:
-            terms = {"final": True, "gently": True, "liars": liars}
-            if not await chunks.fetch(digest, size, lambda: asked, pin, timeout_s, **terms):
+            there = await chunks.fetch(
+                digest, size, lambda: asked, pin, timeout_s, final=True, gently=True, liars=liars
+            )
+            if not there:
                 return None
             self.fetched_bytes += size
             return chunks.store.get(digest)

@@ -47,9 +47,7 @@ def drawn(node, run, peer, folder):
         return 0  # there is none yet
 
 
-def test_a_killed_volunteer_goes_on_after_its_last_round_and_one_without_the_data_is_refused(
-    run, folders
-):
+def test_a_killed_volunteer_goes_on_after_its_last_round(run, folders):
     run.brake(0.02)
     manifest = resolve(MANIFEST, prepared=folders[:1])
     (run.folder / "run.toml").write_bytes(manifest.canonical())
@@ -67,8 +65,26 @@ def test_a_killed_volunteer_goes_on_after_its_last_round_and_one_without_the_dat
     again.comes_in()
     until_real(lambda: drawn(again, *who) > before, "another round", again.told)
     again.leaves()
+    founder.leaves()
 
-    code, said = run.join("other").ends()
-    assert code == 3
-    assert "the run trains on prepared data that are not on this machine" in said["error"]
+
+def test_a_volunteer_with_an_empty_disk_trains_on_what_it_fetches(run, folders, monkeypatch):
+    home = run.folder / "home"
+    monkeypatch.setenv("FARFLOCK_HOME", str(home))
+    run.brake(0.02)
+    manifest = resolve(MANIFEST, prepared=folders[:1])
+    (run.folder / "run.toml").write_bytes(manifest.canonical())
+    founder = run.start("founder", "run", run.folder / "run.toml", "--data", folders[0])
+    run.invite = founder.reaches(lambda status: status["invite"])["invite"]
+    mine = run.join("mine")
+    status = mine.comes_in()
+    who = status["run"], status["peer"], folders[0]
+    until_real(lambda: drawn(mine, *who) >= 16, "two rounds", mine.told)
+    content = PreparedFolder(folders[0])
+    shards = [content.place("train", n).digest.hex() for n in range(content.shards("train"))]
+    fetched = {path.name for path in (home / "data" / "shards").glob("*/*")}
+    assert fetched
+    assert fetched <= set(shards)
+    assert (home / "data" / "index" / content.root).is_file()
+    mine.leaves()
     founder.leaves()

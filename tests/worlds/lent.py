@@ -46,7 +46,7 @@ class LentWorld:
 
     def __init__(self, link=None):
         self.network = SimNetwork(1, link or LinkModel(1e7, 1e7))
-        self.tasks = set()
+        self.tasks, self.contexts = set(), {}
 
     def spawn(self, work):
         task = asyncio.get_running_loop().create_task(work)
@@ -56,6 +56,7 @@ class LentWorld:
     def peer(self, name, *lenders):
         links = self.network.links(name)
         context = PeerContext("run", 0, 1, links, Store(2**30), self.spawn)
+        self.contexts[name] = context
         holders = DataHolders(context)
         context.chunks.lending.lenders |= {lender.root: lender for lender in lenders}
 

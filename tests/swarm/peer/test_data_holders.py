@@ -71,7 +71,7 @@ async def test_a_flood_of_questions_is_not_answered(world):
     for _ in range(1000):
         holder.receive("asker", 1, DataQuery(ROOT, 0))
     holder.receive("other", 1, DataQuery(ROOT, MAX_HELD_CHUNKS - 1))
-    dropped = holder._context.counters["dropped: question about data"]
+    dropped = world.contexts["holder"].counters["dropped: question about data"]
     assert 800 < dropped < 1000
 
 
@@ -82,7 +82,7 @@ async def test_a_chunk_comes_from_a_holder_and_takes_no_room_afterwards(world):
     digest = digest_of(SHARDS[4])
     assert await reader.fetch(digest, len(SHARDS[4]), ["a"], 10.0) == SHARDS[4]
     assert reader.fetched_bytes == len(SHARDS[4])
-    assert not reader._context.store.size_bytes
+    assert not world.contexts["reader"].store.size_bytes
 
 
 def test_who_sends_a_false_chunk_is_named_and_left_out(caplog):
