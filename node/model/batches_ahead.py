@@ -17,7 +17,7 @@ from farflock.node.model.data import Batches
 AHEAD = 2  # batches that are made before they are asked for
 KEPT = 4  # batches that were made
 
-Batch = tuple[Tensor, Tensor]
+_Batch = tuple[Tensor, Tensor]
 
 
 class BatchesAhead:
@@ -26,7 +26,7 @@ class BatchesAhead:
     def __init__(self, inner: Batches) -> None:
         self._inner, self._lock = inner, threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._made: dict[int, Future[Batch]] = {}  # the oldest first
+        self._made: dict[int, Future[_Batch]] = {}  # the oldest first
 
     @property
     def batch_size(self) -> int:
@@ -52,7 +52,7 @@ class BatchesAhead:
             raise error
         return made.done() and error is None
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> _Batch:
         """Return a step's inputs and next tokens, both int64 (batch_size, seq)."""
         made = self._made.get(step)
         return self._make(step) if made is None else made.result()
@@ -65,7 +65,7 @@ class BatchesAhead:
         """Return the place of a batch."""
         return self._inner.cursor(step)
 
-    def _make(self, step: int) -> Batch:
+    def _make(self, step: int) -> _Batch:
         with self._lock:
             return self._inner.batch(step)
 

@@ -18,7 +18,7 @@ from farflock.node.errors import RefusedByRun
 from farflock.swarm.compute import Worker
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES
-from farflock.swarm.peer.bootstrap import Visit, visiting
+from farflock.swarm.peer.bootstrap import Visitor, visiting
 
 INDEX_TIMEOUT_S = 120.0  # for each chunk of an index
 ASK_EVERY_S = 2.0
@@ -50,7 +50,7 @@ async def fetch_table(
     return table
 
 
-async def _index_of(visit: Visit, root: str, members: Sequence[PeerId]) -> bytes:
+async def _index_of(visit: Visitor, root: str, members: Sequence[PeerId]) -> bytes:
     """Return the index from a member that says how long it is, and is right."""
     digest, holders = bytes.fromhex(root), visit.data_holders
     with contextlib.suppress(TimeoutError):
@@ -67,7 +67,7 @@ async def _index_of(visit: Visit, root: str, members: Sequence[PeerId]) -> bytes
     raise _nobody(f"none of {len(members)} members sent its index")
 
 
-async def _chunk(visit: Visit, name: str, size: int, members: Sequence[PeerId]) -> bytes:
+async def _chunk(visit: Visitor, name: str, size: int, members: Sequence[PeerId]) -> bytes:
     raw = await visit.data_holders.fetch(bytes.fromhex(name), size, members, INDEX_TIMEOUT_S)
     if raw is None:
         raise _nobody(f"no member sent a page of its index within {INDEX_TIMEOUT_S:.0f} s")

@@ -18,7 +18,7 @@ from farflock.swarm.peer.data_holders import DataHolders
 from farflock.swarm.tasks import cancel
 
 
-class Visit(NamedTuple):
+class Visitor(NamedTuple):
     """What a visitor asks with: for chunks, and for who has data."""
 
     context: PeerContext
@@ -26,7 +26,7 @@ class Visit(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def visiting(links: Links, run: str, room_bytes: int) -> AsyncIterator[Visit]:
+async def visiting(links: Links, run: str, room_bytes: int) -> AsyncIterator[Visitor]:
     """Let a peer ask members for chunks while the block runs, with room for so many bytes."""
     tasks: dict[asyncio.Task[None], None] = {}
 
@@ -52,7 +52,7 @@ async def visiting(links: Links, run: str, room_bytes: int) -> AsyncIterator[Vis
 
     spawn(receive())
     try:
-        yield Visit(context, data_holders)
+        yield Visitor(context, data_holders)
     finally:
         await cancel(*tasks)
 
