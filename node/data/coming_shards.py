@@ -24,7 +24,7 @@ class ReadingStopped(Exception):
 
 @dataclass(slots=True)
 class ShardCounts:
-    """What became of shards that were to be read."""
+    """Counts of shards that were to be read."""
 
     read: int = 0
     late: int = 0  # of them, those that were read after others of their group

@@ -67,7 +67,7 @@ class ShardSource(Protocol):
 
 @runtime_checkable
 class ComingShards(Protocol):
-    """What a source has too whose shards come while it is read."""
+    """A source's further methods if its shards come while it is read."""
 
     def expect(self, now: Sequence[int], then: Sequence[int]) -> None:
         """Note which shards are read next, and which after them."""

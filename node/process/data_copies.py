@@ -94,25 +94,25 @@ class Copies:
         for source in self._supply.sources:
             for first in range(0, len(source.local.table), MAX_HELD_CHUNKS):
                 await self._data_holders.ask(self._members(), source.local.root, first)
-                found = min(found, self._least(source, first))
+                found = min(found, self._min_copies(source, first))
         self.fewest = found
 
-    def _least(self, source: FetchedShards, first: int) -> int:
+    def _min_copies(self, source: FetchedShards, first: int) -> int:
         """Return how many of the members have each of these shards, at least."""
         root, count = source.local.root, min(MAX_HELD_CHUNKS, len(source.local.table) - first)
         held = [self._data_holders.held(peer, root, first) for peer in self._members()]
         if self._me is not None:
             held.append(source.local.held(first))
-        return least([int.from_bytes(each, "little") for each in held], count, self._copies)
+        return min_copies([int.from_bytes(each, "little") for each in held], count, self._copies)
 
 
-def least(bitmaps: Sequence[int], count: int, most: int) -> int:
+def min_copies(bitmaps: Sequence[int], count: int, wanted: int) -> int:
     """Return in how many of the bitmaps each of the lowest `count` bits is set, at least; no more
-    than `most`."""
+    than `wanted`."""
     whole = (1 << count) - 1
-    levels = [whole, *[0] * most]  # bits that are set in so many of them
+    levels = [whole, *[0] * wanted]  # bits that are set in so many of them
     for bits in bitmaps:
-        for level in range(most, 0, -1):
+        for level in range(wanted, 0, -1):
             levels[level] |= levels[level - 1] & bits
     return max(level for level, bits in enumerate(levels) if bits & whole == whole)
 

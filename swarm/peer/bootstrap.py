@@ -19,7 +19,7 @@ from farflock.swarm.tasks import cancel
 
 
 class Visitor(NamedTuple):
-    """What a visitor asks with: for chunks, and for who has data."""
+    """A visitor's ways to ask: for chunks, and for the holders of data."""
 
     context: PeerContext
     data_holders: DataHolders

@@ -1,4 +1,4 @@
-"""Who holds which chunks of the data that a run trains on: asked, not told.
+"""The holders of the chunks of data that a run trains on: asked, not told.
 
 Whoever wants chunks asks the members, and each answers with a bitmap. An answer is remembered for
 a while, so a peer asks again when it needs what nobody had.
@@ -26,7 +26,7 @@ _Place = tuple[PeerId, bytes, int]  # who was asked, for the chunks of which roo
 
 
 class DataHolders:
-    """What other peers hold of data, and what this one says that it holds."""
+    """The data that other peers hold, and this peer's answers about its own."""
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
@@ -118,7 +118,7 @@ class DataHolders:
         self, digest: bytes, size: int, holders: Sequence[PeerId], timeout_s: float
     ) -> bytes | None:
         """Return a chunk, verified, from any of these holders; None if none delivers it in time.
-        Who sends a false one is named, and left out from then on."""
+        A peer that sends a false one is named, and left out from then on."""
         chunks, pin, liars = self._context.chunks, ("data", digest), set[PeerId]()
         asked = self._ordered(digest, holders)
         try:
@@ -131,7 +131,7 @@ class DataHolders:
             return chunks.store.get(digest)
         finally:
             chunks.store.forget(pin)
-            for liar in liars - self.left_out:
+            for liar in sorted(liars - self.left_out):
                 log.warning(
                     "%s sent a false copy of %s…, a part of the run's data; no more data is taken"
                     " from it",

@@ -86,13 +86,14 @@ class Peer:
         compute: Compute = inline,
         store_bytes: int = STORE_BYTES,
     ) -> None:
-        self.terms, self._links, self._directory, self._record = terms, links, directory, record
+        self.terms, self._directory = terms, directory
         self.tasks: dict[asyncio.Task[None], None] = {}
         store = Store(store_bytes)
         self.context = PeerContext(
             terms.run, terms.seed, incarnation, links, store, self._spawn, compute
         )
         self.membership = Membership(self.context, identity, terms.view_s)
+        self.membership.book.make = record
         self.rounds = Rounds(self.context)
         self.pairing = Pairing(self.context)
         self.calls = Calls(self.context)
@@ -139,20 +140,20 @@ class Peer:
     @property
     def me(self) -> PeerId:
         """The id of this peer."""
-        return self._links.me
+        return self.context.me
 
     # the run
 
     def found(self) -> None:
         """Start the run: view 0 has this peer as its only member."""
-        self.membership.book.mine = self._record()
+        self.membership.book.renew()
         self.membership.found()
 
     async def meet(self, records: Sequence[bytes], timeout_s: float) -> None:
         """Learn the run's views from these members; raise `TimeoutError` if none answers in time.
 
         A newcomer downloads the state first: a view of members without it could lose it."""
-        self.membership.book.mine = self._record()
+        self.membership.book.renew()
         for blob in records:
             self.membership.book.learn(blob)
         self.membership.admission.watching = True
@@ -286,7 +287,7 @@ class Peer:
 
     async def _receive_loop(self) -> None:
         while True:
-            sender, packed = await self._links.receive()
+            sender, packed = await self.context.links.receive()
             try:
                 frame = unpack(packed)
             except ProtocolViolation as error:
@@ -314,7 +315,7 @@ class Peer:
     async def _announce_loop(self) -> None:
         """Keep this peer's record in the directory, and learn those of others from it."""
         while self._directory is not None:
-            await self._directory.announce(self.terms.run, self._record())
+            await self._directory.announce(self.terms.run, self.membership.book.make())
             for blob in await self._directory.peers(self.terms.run):
                 self.membership.book.learn(blob)
             await asyncio.sleep(ANNOUNCE_EVERY_S)

@@ -2,8 +2,7 @@
 
 import asyncio
 
-from worlds.chunk_net import data_of, fetch, in_virtual_time
-from worlds.lent import MemoryLender
+from worlds.chunk_net import MemoryLender, data_of, fetch, in_virtual_time
 from worlds.waiting import now
 
 from farflock.swarm.chunk_server import MAX_WANTS, PIECE_BYTES

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.chunk_net import data_of
-from worlds.lent import LentWorld, MemoryLender
+from worlds.chunk_net import LentWorld, MemoryLender, data_of
 from worlds.prepared import prepared
 from worlds.waiting import until
 
@@ -15,7 +14,7 @@ from farflock.node.cli import words
 from farflock.node.data.coming_shards import FetchedShards
 from farflock.node.data.local_shards import LocalShards, table_of
 from farflock.node.data.shard_cache import ShardCache
-from farflock.node.process.data_copies import Copies, keepers, least
+from farflock.node.process.data_copies import Copies, keepers, min_copies
 from farflock.node.process.data_supply import DataSupply
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -44,7 +43,7 @@ def test_each_member_keeps_about_its_share():
 @given(st.lists(st.integers(0, 2**20 - 1), max_size=6), st.integers(1, 20), st.integers(0, 4))
 def test_the_fewest_holders_of_any_shard_are_counted(bitmaps, count, most):
     plain = min(sum(bits >> n & 1 for bits in bitmaps) for n in range(count))
-    assert least(bitmaps, count, most) == min(plain, most)
+    assert min_copies(bitmaps, count, most) == min(plain, most)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from worlds.lent import LentWorld
+from worlds.chunk_net import LentWorld
 from worlds.prepared import prepared
 
 from farflock.node.data.index import ENTRY, BadIndex, root_of

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from worlds.lent import LentWorld, MemoryLender
+from worlds.chunk_net import LentWorld, MemoryLender
 from worlds.prepared import prepared
 from worlds.waiting import now, until
 

@@ -1,8 +1,7 @@
 """Who holds which chunks of data is asked; who sends a false one is named and left out."""
 
 import pytest
-from worlds.chunk_net import data_of
-from worlds.lent import LentWorld, MemoryLender
+from worlds.chunk_net import LentWorld, MemoryLender, data_of
 from worlds.waiting import now
 
 from farflock.swarm.chunk_store import digest_of
