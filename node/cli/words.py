@@ -75,6 +75,8 @@ def data(found: DataStatus | None) -> str:
         f"{size(found.fetched_bytes)} fetched",
         f"{size(found.sent_bytes)} given",
     ]
+    if found.held_out_missing:
+        parts.append(f"{several(found.held_out_missing, 'held-out shard')} still to come")
     if found.skipped:
         lost = f"{several(found.skipped, 'shard')} ({short(found.skipped_tokens)} tokens)"
         parts.append(f"{lost} skipped, as nobody has them")

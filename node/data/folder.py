@@ -118,7 +118,7 @@ class PreparedFolder:
             end = begin + tokens
             wanted = np.flatnonzero((starts < end) & (starts + length > begin))
             if len(wanted):
-                _copy_parts(self.read(split, number), begin, starts, found, wanted)
+                copy_parts(self.read(split, number), begin, starts, found, wanted)
             begin = end
         return found
 
@@ -176,14 +176,15 @@ def _paths_elsewhere(folder: Path) -> list[Path]:
         raise BadIndex(why) from None
 
 
-def _copy_parts(
+def copy_parts(
     shard: TokenIds,
     begin: int,
     starts: NDArray[np.int64],
     found: TokenIds,
     rows: NDArray[np.int64],
 ) -> None:
-    """Copy to some rows what a shard, whose first token has the position `begin`, has of them."""
+    """Copy to some rows of `found`, which begin at `starts`, what a shard has of them; the position
+    of its first token is `begin`."""
     for row in rows:
         first = max(int(starts[row]), begin)
         last = min(int(starts[row]) + found.shape[1], begin + len(shard))

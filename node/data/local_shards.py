@@ -87,8 +87,11 @@ class LocalShards:
         if self._folder is not None:
             return self._folder.read(*self.table.place(number))
         raw = self.cache.read(self.table.digest(number))
-        if raw is None:
-            return None
+        return None if raw is None else self.tokens_in(number, raw)
+
+    def tokens_in(self, number: int, raw: bytes) -> TokenIds:
+        """Return the tokens of a shard with these bytes, verified (n,). Raise `BadIndex` if they
+        are not what the index says."""
         tokens = tokens_of(raw, self.table.index, self.table.documents(number))
         if tokens is None:
             raise BadIndex(

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
 
 from farflock.node.data.coming_shards import FetchedShards
-from farflock.node.data.shard_cache import ShardNeeds
+from farflock.node.data.shard_cache import CacheFull, ShardNeeds
+from farflock.node.tokens.tokenizer import TokenIds
 from farflock.swarm.compute import Compute
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_HELD_CHUNKS
@@ -131,7 +132,38 @@ class DataSupply:
         finally:
             self._under_way.discard(job)
 
+    async def tokens(self, source: FetchedShards, number: int) -> TokenIds | None:
+        """Return the tokens of a shard that is read once (n,), and keep it if there is room; None
+        if no member delivers it. Raise `BadIndex` if they are not what the index says."""
+        job = self.sources.index(source), number
+        found = await self._compute(partial(source.local.tokens, number))
+        if found is not None or job in self._under_way:
+            return found
+        self._under_way.add(job)
+        try:
+            raw = await self._sent(job)
+            if raw is None:
+                return None
+            with contextlib.suppress(CacheFull, OSError):
+                await self._keep(job, raw)
+            return await self._compute(partial(source.local.tokens_in, number, raw))
+        finally:
+            self._under_way.discard(job)
+
     async def _fetched(self, job: _Job) -> bool:
+        raw = await self._sent(job)
+        if raw is not None:
+            await self._keep(job, raw)
+        return raw is not None
+
+    async def _keep(self, job: _Job, raw: bytes) -> None:
+        source, number = self.sources[job[0]], job[1]
+        await self._compute(partial(source.local.keep, number, raw, self.needs()))
+        self.fetched.append(job)
+        source.came()
+
+    async def _sent(self, job: _Job) -> bytes | None:
+        """Return the bytes of a shard, verified; None if no member delivers it."""
         source, number = self.sources[job[0]], job[1]
         table, root = source.local.table, source.local.root
         holders = self._holders(root, number)
@@ -139,16 +171,12 @@ class DataSupply:
             await self._ask(root, number)
             holders = self._holders(root, number)
         if not holders:
-            return False
+            return None
         digest, size = table.digest(number), table.size(number)
         raw = await self._data_holders.fetch(digest, size, holders, FETCH_TIMEOUT_S)
         if raw is None:
             self._data_holders.forget(root, number)
-            return False
-        await self._compute(partial(source.local.keep, number, raw, self.needs()))
-        self.fetched.append(job)
-        source.came()
-        return True
+        return raw
 
     def needs(self) -> ShardNeeds:
         """Return the shards that have to stay in the cache."""
@@ -160,6 +188,11 @@ class DataSupply:
     def busy(self) -> bool:
         """True if anything is missing that is about to be read."""
         return any(source.missing for source in self.sources)
+
+    @property
+    def presses(self) -> bool:
+        """True if anything is missing that is read now."""
+        return any(n in source.now for source in self.sources for n in source.missing)
 
     def _holders(self, root: bytes, number: int) -> list[PeerId]:
         members = set(self._members())

@@ -177,9 +177,11 @@ async def travelling(
     if data is None:
         yield
         return
-    data.stop_with(lambda: node.member.stopping)
+    part = node.member
+    data.stop_with(lambda: part.stopping)
     node.data = data
-    async with data.travelling(node.member.peer, known, node.founder):
+    evaluates = isinstance(part, ReplicaNode) and part.evaluator is not None
+    async with data.travelling(part.peer, known, node.founder, evaluates=evaluates):
         yield
 
 

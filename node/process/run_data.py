@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from farflock.node.assembly.held_out_rows import HeldOutRows
 from farflock.node.data.coming_shards import FetchedShards
 from farflock.node.data.folder import PreparedFolder
 from farflock.node.data.local_shards import LocalShards, table_of
@@ -17,6 +17,7 @@ from farflock.node.errors import RefusedByRun
 from farflock.node.process.data_copies import Copies
 from farflock.node.process.data_index import fetch_table
 from farflock.node.process.data_supply import DataSupply
+from farflock.node.process.held_out_supply import HeldOutSupply
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.status import DataStatus
 from farflock.node.run.data_section import DataSection
@@ -37,16 +38,23 @@ class RunData:
         self.sources = tuple(map(FetchedShards, shards))
         self.supply: DataSupply | None = None
         self.copies: Copies | None = None
-
-    @property
-    def in_place(self) -> Sequence[Path]:
-        """The folders that have all of it; none if a part comes from other peers."""
-        found = [each.in_place for each in self.shards]
-        return [each for each in found if each is not None] if all(found) else []
+        self.held_out: HeldOutRows | None = None
 
     def text(self) -> Text:
         """Return the shards to train on, which are read when they are needed."""
         return Text(self.sources, self._weights)
+
+    def hold_out(self, seq: int, sequences: int) -> HeldOutRows:
+        """Return the sequences that the run is evaluated on, as far as their shards are here. Raise
+        `BadData` if there is too little text, and `BadIndex` if a shard is damaged."""
+        rows = HeldOutRows([each.table for each in self.shards], seq, sequences)
+        for shard in list(rows.missing):
+            local = self.shards[shard.source]
+            tokens = local.tokens(shard.number) if local.has(shard.number) else None
+            if tokens is not None:
+                rows.take(shard, tokens)
+        self.held_out = rows
+        return rows
 
     def status(self, peer: Peer) -> DataStatus:
         """Return what is here, and what has come and gone."""
@@ -65,6 +73,7 @@ class RunData:
             skipped_tokens=sum(each.skipped_tokens for each in counts),
             copies=0 if self.copies is None else self.copies.fewest,
             wanted=self._copies,
+            held_out_missing=0 if self.held_out is None else len(self.held_out.missing),
             waits_for=next((each.waits_for for each in self.sources if each.waits_for), ""),
         )
 
@@ -75,10 +84,11 @@ class RunData:
 
     @contextlib.asynccontextmanager
     async def travelling(
-        self, peer: Peer, known: Sequence[PeerId], founder: PeerId
+        self, peer: Peer, known: Sequence[PeerId], founder: PeerId, *, evaluates: bool
     ) -> AsyncIterator[None]:
-        """Lend what is here, and fetch what is about to be read, while the block runs; `known` are
-        members to ask before this peer knows a view."""
+        """Lend what is here, and fetch what is about to be read, while the block runs, and what the
+        run is evaluated on if this peer does so; `known` are members to ask before this peer knows
+        a view."""
         lending = peer.context.chunks.lending.lenders
         for each in self.shards:
             lending[each.root] = each
@@ -94,11 +104,16 @@ class RunData:
             self.supply, peer.data_holders, others, me, self._copies, Worker("copies")
         )
         async with self.supply.running():
-            copying = asyncio.create_task(self.copies.run())
+            tasks = [asyncio.create_task(self.copies.run())]
+            if not evaluates:
+                self.held_out = None
+            elif self.held_out is not None:
+                bringing = HeldOutSupply(self.supply, self.held_out)
+                tasks.append(asyncio.create_task(bringing.run()))
             try:
                 yield
             finally:
-                await cancel(copying)
+                await cancel(*tasks)
 
 
 def members_of(peer: Peer, known: Sequence[PeerId]) -> Sequence[PeerId]:

@@ -3,7 +3,7 @@ what it fetches, and what it lends to others.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from farflock.node.assembly.text import (
@@ -90,12 +90,13 @@ async def load_text(
     """Return the run's text as tokens, which a thread reads: it may be long."""
 
     def loaded() -> NodeText:
-        if data is not None and not data.in_place:
-            tokenizer = tokenizer_of(manifest.data)
-            return NodeText(tokenizer, data.text(), start or Start())
-        text = text_of(manifest.data, () if data is None else data.in_place)
-        train = text.train() if data is None else data.text()
-        return NodeText(text.tokenizer, train, start or Start(), _held_out(manifest, text))
+        begin = start or Start()
+        if data is None:
+            text = text_of(manifest.data)
+            held_out = _held_out(manifest, text.tokenizer, text)
+            return NodeText(text.tokenizer, text.train(), begin, held_out)
+        tokenizer = tokenizer_of(manifest.data)
+        return NodeText(tokenizer, data.text(), begin, _held_out(manifest, tokenizer, data))
 
     reader = Worker("text")
     try:
@@ -104,18 +105,24 @@ async def load_text(
         reader.close()
 
 
-def _held_out(manifest: Manifest, text: RunText) -> HeldOut | None:
-    """Return the sequences that a run is evaluated on; None if it is not, or if there is too little
-    text."""
-    terms = manifest.evaluation
+def _held_out(
+    manifest: Manifest, tokenizer: Tokenizer, text: RunText | RunData
+) -> Callable[[], HeldOut | None] | None:
+    """Return a function that gives the sequences that a run is evaluated on, once all are here;
+    None if it is not evaluated, or if there is too little text."""
+    terms, seq = manifest.evaluation, manifest.train.seq
     if not terms.every:
         return None
+    lengths = bytes_of_tokens(tokenizer)
     try:
-        rows = evaluation_rows(text.held_out(), manifest.train.seq, terms.sequences)
+        if isinstance(text, RunText):
+            found = HeldOut(evaluation_rows(text.held_out(), seq, terms.sequences), lengths)
+            return lambda: found
+        coming = text.hold_out(seq, terms.sequences)
     except BadData as error:
         log.warning("this node cannot evaluate the run: %s", error)
         return None
-    return HeldOut(rows, bytes_of_tokens(text.tokenizer))
+    return lambda: None if coming.rows is None else HeldOut(coming.rows, lengths)
 
 
 def lend_tokenizer(store: Store, tokenizer: Tokenizer) -> None:

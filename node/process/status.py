@@ -97,6 +97,7 @@ class DataStatus(msgspec.Struct, frozen=True):
     skipped_tokens: int
     copies: int
     wanted: int
+    held_out_missing: int = 0
     waits_for: str = ""
 
 

@@ -32,7 +32,7 @@ def folders(tmp_path):
     texts.mkdir()
     for number in range(200):
         (texts / f"{number}.txt").write_text(f"text {number} of many, " * 20)
-    content = prepared(texts, tmp_path / "prepared").content
+    content = prepared(texts, tmp_path / "prepared", held_out=0.1).content
     shutil.copytree(content.folder, tmp_path / "copy")
     return content.folder, tmp_path / "copy"
 
@@ -68,11 +68,20 @@ def test_a_killed_volunteer_goes_on_after_its_last_round(run, folders):
     founder.leaves()
 
 
-def test_a_volunteer_with_an_empty_disk_trains_on_what_it_fetches(run, folders, monkeypatch):
+def evaluations(node, by):
+    """The losses that a node knows of a member's evaluations, by round."""
+    found = [event for event in node.events("evaluation") if event["by"] == by]
+    return {event["round"]: event["loss"] for event in found}
+
+
+def test_a_volunteer_with_an_empty_disk_trains_on_what_it_fetches_and_evaluates(
+    run, folders, monkeypatch
+):
     home = run.folder / "home"
     monkeypatch.setenv("FARFLOCK_HOME", str(home))
     run.brake(0.02)
-    manifest = resolve(MANIFEST, prepared=folders[:1])
+    terms = MANIFEST | {"evaluation": {"every": 1, "sequences": 16}}
+    manifest = resolve(terms, prepared=folders[:1])
     (run.folder / "run.toml").write_bytes(manifest.canonical())
     founder = run.start("founder", "run", run.folder / "run.toml", "--data", folders[0])
     run.invite = founder.reaches(lambda status: status["invite"])["invite"]
@@ -81,10 +90,24 @@ def test_a_volunteer_with_an_empty_disk_trains_on_what_it_fetches(run, folders, 
     who = status["run"], status["peer"], folders[0]
     until_real(lambda: drawn(mine, *who) >= 16, "two rounds", mine.told)
     content = PreparedFolder(folders[0])
-    shards = [content.place("train", n).digest.hex() for n in range(content.shards("train"))]
+    names = {
+        split: {content.place(split, n).digest.hex() for n in range(content.shards(split))}
+        for split in ("train", "held-out")
+    }
+    by = status["peer"]
+
+    def known():
+        return evaluations(mine, by).keys() & evaluations(founder, by).keys()
+
+    until_real(lambda: len(known()) >= 2, "two of its evaluations at both", mine.told)
+    for number in known():
+        assert evaluations(mine, by)[number] == evaluations(founder, by)[number]
+    seen = mine.reaches(lambda status: status["evaluation"])
+    assert not seen["evaluation"]["difference"], "both measured the same text"
+    assert not seen["data"]["held_out_missing"]
     fetched = {path.name for path in (home / "data" / "shards").glob("*/*")}
-    assert fetched
-    assert fetched <= set(shards)
+    assert fetched & names["train"]
+    assert fetched >= names["held-out"]
     assert (home / "data" / "index" / content.root).is_file()
     mine.leaves()
     founder.leaves()
