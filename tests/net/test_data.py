@@ -1,11 +1,13 @@
 """Real processes train on prepared data that each has in a folder of its own."""
 
+import json
 import shutil
+import subprocess
 
 import pytest
-from worlds.node_processes import FOREVER, SEQ, SEQUENCES
+from worlds.node_processes import COMMAND, FOREVER, ROOT, SEQ, SEQUENCES
 from worlds.prepared import prepared
-from worlds.waiting import until_real
+from worlds.waiting import output_of, until_real
 
 from farflock.node.data.cursor import BadCursor, read_cursor
 from farflock.node.data.folder import PreparedFolder
@@ -74,8 +76,8 @@ def evaluations(node, by):
     return {event["round"]: event["loss"] for event in found}
 
 
-def test_a_volunteer_with_an_empty_disk_trains_on_what_it_fetches_and_evaluates(
-    run, folders, monkeypatch
+def test_a_volunteer_with_an_empty_disk_trains_and_evaluates_and_a_visitor_sees_the_data(
+    run, folders, monkeypatch, nursery
 ):
     home = run.folder / "home"
     monkeypatch.setenv("FARFLOCK_HOME", str(home))
@@ -109,5 +111,12 @@ def test_a_volunteer_with_an_empty_disk_trains_on_what_it_fetches_and_evaluates(
     assert fetched & names["train"]
     assert fetched >= names["held-out"]
     assert (home / "data" / "index" / content.root).is_file()
+
+    words = [*COMMAND, "data", "show", run.invite, "--json"]
+    said = output_of(nursery.popen(words, cwd=ROOT, stdout=subprocess.PIPE), "the visitor")
+    shown = json.loads(said.splitlines()[-1])
+    assert [source["root"] for source in shown["sources"]] == [content.root]
+    assert len(shown["samples"]) == 5
+    assert all(" of many, text " in sample["text"] for sample in shown["samples"])
     mine.leaves()
     founder.leaves()
