@@ -56,6 +56,7 @@ EXPLAINED: dict[str, type[FarflockError]] = {
     "farflock.node.data.documents.BadDocuments": Failure,
     "farflock.node.data.index.BadIndex": Failure,
     "farflock.node.data.mixture.BadMixture": Failure,
+    "farflock.node.data.samples.NoShards": Failure,
     "farflock.node.data.samples.TooShort": Failure,
     "farflock.node.model.data.BadData": Failure,
     "farflock.node.model.export.ExportRefused": Failure,

@@ -49,6 +49,7 @@ class ChunkServer:
     ) -> None:
         self._store, self._carrier, self._dropped = store, carrier, dropped
         self._wants: dict[PeerId, collections.deque[Want]] = {}
+        self.sent_bytes = 0
 
     @property
     def wants(self) -> dict[PeerId, int]:
@@ -57,7 +58,7 @@ class ChunkServer:
 
     def receive(self, sender: PeerId, want: Want) -> None:
         """Queue a request, or drop and count it."""
-        if want.start >= want.stop or want.start % PIECE_BYTES or not is_sensible(want):
+        if not is_askable(want):
             self._dropped["senseless want"] += 1
             return
         if want.digest not in self._store:
@@ -70,7 +71,7 @@ class ChunkServer:
                 return
             queue = self._wants[sender] = collections.deque()
             self._carrier.spawn(self._serve(sender, queue))
-        if _is_queued(queue, want):
+        if is_queued(queue, want):
             return  # a repeated request: the bytes are on their way
         batches = sum(bool(queued.more) for queued in queue) if want.more else 0
         if len(queue) < MAX_WANTS and batches < MAX_BATCHES:
@@ -91,7 +92,7 @@ class ChunkServer:
                 elif want.start < min(want.stop, len(data)) and await self._serve_piece(
                     asker, want, data
                 ):
-                    start = want.stop if want.more else want.start + _piece_bytes(want)
+                    start = want.stop if want.more else want.start + piece_bytes(want)
                     queue[0] = msgspec.structs.replace(want, start=start)
                     continue
                 queue.popleft()
@@ -100,16 +101,27 @@ class ChunkServer:
 
     async def _serve_piece(self, asker: PeerId, want: Want, data: memoryview) -> bool:
         if want.more and len(data) <= BATCH_BYTES:
-            return await self._carrier.send_piece(
-                asker, *answer(self._store, want, data), SERVE_TIMEOUT_S
-            )
-        piece = Piece(want.digest, want.start, len(data))
-        stop = min(want.start + _piece_bytes(want), max(want.stop, want.start + PIECE_BYTES))
-        body = data[want.start : stop]
-        return await self._carrier.send_piece(asker, piece, body, SERVE_TIMEOUT_S)
+            piece, body = answer(self._store, want, data)
+        else:
+            piece, body = piece_of(want, data)
+        sent = await self._carrier.send_piece(asker, piece, body, SERVE_TIMEOUT_S)
+        self.sent_bytes += len(body) if sent else 0
+        return sent
 
 
-def _is_queued(queue: Iterable[Want], want: Want) -> bool:
+def piece_of(want: Want, data: memoryview) -> tuple[Piece, memoryview]:
+    """Return the next piece of a chunk for a request, and its bytes."""
+    stop = min(want.start + piece_bytes(want), max(want.stop, want.start + PIECE_BYTES))
+    return Piece(want.digest, want.start, len(data)), data[want.start : stop]
+
+
+def is_askable(want: Want) -> bool:
+    """Return whether a correct peer could have sent this request."""
+    return want.start < want.stop and not want.start % PIECE_BYTES and is_sensible(want)
+
+
+def is_queued(queue: Iterable[Want], want: Want) -> bool:
+    """Return whether a request asks for nothing that is not asked for already."""
     same = [
         queued
         for queued in queue
@@ -118,6 +130,6 @@ def _is_queued(queue: Iterable[Want], want: Want) -> bool:
     return any(queued.start <= want.start and want.stop <= queued.stop for queued in same)
 
 
-def _piece_bytes(want: Want) -> int:
+def piece_bytes(want: Want) -> int:
     """Return the length of the pieces that answer a request: whole units."""
     return max(PIECE_BYTES, min(want.piece, MAX_PIECE_BYTES) // PIECE_BYTES * PIECE_BYTES)

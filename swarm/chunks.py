@@ -25,8 +25,10 @@ from farflock.swarm.chunk_server import (
     PIECE_BYTES,
     ChunkCarrier,
     ChunkServer,
+    is_askable,
 )
 from farflock.swarm.chunk_store import Store, is_intact
+from farflock.swarm.lending import Lending
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Want
 
@@ -38,6 +40,7 @@ INBOUND_BYTES = 64 * 1024 * 1024  # buffers of unfinished fetches, in total
 # of them, for fetches that one holder is asked for first: if those that wait for its window could
 # take all, the lines of the others would be idle
 SHARE_BYTES = 8 * 1024 * 1024
+GENTLE_PIECES = 2  # asked for at once of a chunk that is fetched gently
 STALL_S = 1.0
 GAP_S = 0.3  # maximum gap between consecutive pieces of one request
 BATCH_TRIES = 2  # requests for a batch, before its chunks are fetched elsewhere or one by one
@@ -84,6 +87,7 @@ class _Fetching:
     # whether several holders may serve one copy: faster, but then a false copy has no known source
     mixing: bool
     without: set[PeerId]  # peers that answered that they do not have the chunk
+    gently: bool = False  # few pieces are asked for at once
     due: set[int] = field(default_factory=set)  # the missing units asked for now
     # pieces received, by the index of their first unit
     parts: dict[int, bytes | memoryview] = field(default_factory=dict)
@@ -141,9 +145,12 @@ class Chunks:
         self._batched: dict[bytes, Batch] = {}  # by the digest of each of its chunks
         self._inbound = SharedBudget(INBOUND_BYTES, SHARE_BYTES)
         self._windows: dict[PeerId, ByteBudget] = {}  # of holders being asked now
+        # Of their own, or what is not fetched gently would wait for what is.
+        self._gentle_windows: dict[PeerId, ByteBudget] = {}
         self._paces: dict[PeerId, _Pace] = {}  # of holders asked lately
         self.dropped: collections.Counter[str] = collections.Counter()
         self._server = ChunkServer(store, carrier, self.dropped)
+        self.lending = Lending(self._server, carrier, self.dropped)
 
     async def fetch(
         self,
@@ -154,12 +161,15 @@ class Chunks:
         timeout_s: float,
         *,
         final: bool = False,
+        gently: bool = False,
+        liars: set[PeerId] | None = None,
     ) -> bool:
         """Fetch a chunk into the store and pin it; return False if no holder delivered it in time.
 
         `holders` is called again whenever a holder is needed, so new ones are used. If `final`, a
         peer that is gone, lacks the chunk or sent a false one never gets it: return False once no
-        other is left."""
+        other is left. If `gently`, ask a holder for no more than it sends in a moment, so that what
+        it sends to others waits no longer. Peers that sent a false copy are added to `liars`."""
         if digest in self.store:
             self.store.pin(digest, pin)
             return True
@@ -170,7 +180,9 @@ class Chunks:
             return digest == self.store.put(b"", pin)
         try:
             async with asyncio.timeout(timeout_s):
-                data = await self._fetch_whole(digest, size, holders, final)
+                data = await self._fetch_whole(
+                    digest, size, holders, final, gently, set() if liars is None else liars
+                )
         except TimeoutError:
             return False
         if data is None:
@@ -210,7 +222,7 @@ class Chunks:
         """Handle a message of the chunk protocol."""
         match message:
             case Want():
-                self._server.receive(sender, message)
+                self._receive_want(sender, message)
             case Piece():
                 self._take_piece(sender, message, body)
             case Miss(digest=digest):
@@ -223,11 +235,16 @@ class Chunks:
                     batch.ended = True
                     batch.changed.set()
 
+    def _receive_want(self, sender: PeerId, want: Want) -> None:
+        lent = want.digest not in self.store and want.digest in self.lending
+        (self.lending if lent and is_askable(want) else self._server).receive(sender, want)
+
     @property
     def idle(self) -> bool:
         """True if no fetch is in progress and no request waits to be served."""
-        under_way = self._incoming or self._batched or self._windows or self._server.wants
-        return self._inbound.idle and not under_way
+        windows = self._windows or self._gentle_windows
+        under_way = self._incoming or self._batched or windows or self._server.wants
+        return self._inbound.idle and self.lending.idle and not under_way
 
     def heard_s(self, holder: PeerId) -> float:
         """Return when a holder last sent a piece, on the loop's clock; -inf if it never did."""
@@ -246,9 +263,14 @@ class Chunks:
         return self._server.wants
 
     async def _fetch_whole(
-        self, digest: bytes, size: int, holders: Callable[[], Sequence[PeerId]], final: bool
+        self,
+        digest: bytes,
+        size: int,
+        holders: Callable[[], Sequence[PeerId]],
+        final: bool,
+        gently: bool,
+        liars: set[PeerId],  # sole servers of a copy that did not match its digest
     ) -> bytes | None:
-        liars: set[PeerId] = set()  # sole servers of a copy that did not match its digest
         without: set[PeerId] = set()  # peers that do not have it
 
         def asked() -> Sequence[PeerId]:
@@ -268,7 +290,8 @@ class Chunks:
                 await asyncio.sleep(STALL_S / 2)  # holds none of the budget meanwhile
             else:
                 first = min(living, key=self._inbound.load)
-                fetching = await self._fetch_once(digest, size, mixing, first, asked, without)
+                fetching = _Fetching(digest, 0, set(), mixing, without, gently)
+                await self._fetch_once(fetching, size, first, asked)
                 if not fetching.missing:
                     data = fetching.whole()
                     if is_intact(data, digest):
@@ -282,32 +305,28 @@ class Chunks:
 
     async def _fetch_once(
         self,
-        digest: bytes,
+        fetching: _Fetching,
         size: int,
-        mixing: bool,
         first: PeerId,
         holders: Callable[[], Sequence[PeerId]],
-        without: set[PeerId],
-    ) -> _Fetching:
+    ) -> None:
         """Fetch one copy, unverified, in the share of the budget of its `first` holder; pieces are
-        missing if no holder is left alive.
-
-        Peers that do not have the chunk are added to `without`."""
-        fetching = _Fetching(digest, 0, set(), mixing, without)
+        missing if no holder is left alive."""
+        digest = fetching.digest
         self._incoming[digest] = fetching
         taken = 0
+        user: Hashable = ("gently", first) if fetching.gently else first
         try:
-            await self._inbound.take(first, size)
+            await self._inbound.take(user, size)
             taken = size
             fetching.size = size
             fetching.begin_again()
             while fetching.missing and await self._ask_somebody(fetching, holders()):
                 pass
         finally:
-            self._inbound.give(first, taken)
+            self._inbound.give(user, taken)
             del self._incoming[digest]
             fetching.changed.set()
-        return fetching
 
     async def _ask_somebody(self, fetching: _Fetching, holders: Sequence[PeerId]) -> bool:
         """Ask one holder for the missing pieces and wait until it delivers, refuses or stalls.
@@ -321,9 +340,10 @@ class Chunks:
             fetching.refused.clear()
             await asyncio.sleep(STALL_S / 2)
             return bool(living)
-        window = self._windows.setdefault(holder, ByteBudget(WINDOW_BYTES))
+        windows = self._gentle_windows if fetching.gently else self._windows
+        window = windows.setdefault(holder, ByteBudget(WINDOW_BYTES))
         fetching.room_bytes = await window.take(
-            *self._wanted(fetching), ahead=bool(fetching.served)
+            *self._wanted(fetching, holder), ahead=bool(fetching.served)
         )
         fetching.holder, fetching.window = holder, window
         try:
@@ -332,12 +352,15 @@ class Chunks:
         finally:
             fetching.give(fetching.room_bytes)
             fetching.holder = None
-            self._drop_idle(holder, window)
+            _drop_idle(windows, holder, window)
         return True
 
-    def _wanted(self, fetching: _Fetching) -> tuple[int, int]:
+    def _wanted(self, fetching: _Fetching, holder: PeerId) -> tuple[int, int]:
         """Return the (least, most) bytes to request next; `ASK_BYTES` or more, if missing."""
         first = min(fetching.missing) * PIECE_BYTES
+        if fetching.gently:
+            some = min(GENTLE_PIECES * self._pace(holder).piece_bytes, fetching.size - first)
+            return 2 * (max(some, WINDOW_BYTES // MAX_WANTS),)
         least = max(min(ASK_BYTES, fetching.size - first), WINDOW_BYTES // MAX_WANTS)
         return least, max(least, min(WINDOW_BYTES, fetching.size - first))
 
@@ -410,7 +433,7 @@ class Chunks:
                 await self._until_answered(batch)
             finally:
                 window.give(room)
-                self._drop_idle(holder, window)
+                _drop_idle(self._windows, holder, window)
             chunks, false = batch.intact()
             if false:
                 self.dropped["content differs from its digest"] += false
@@ -458,10 +481,6 @@ class Chunks:
         self._pace(batch.holder).heard(len(body), asyncio.get_running_loop().time(), more)
         batch.changed.set()
 
-    def _drop_idle(self, holder: PeerId, window: ByteBudget) -> None:
-        if window.idle and self._windows.get(holder) is window:
-            del self._windows[holder]
-
     def _living(self, holders: Iterable[PeerId]) -> list[PeerId]:
         return [peer for peer in holders if self._carrier.life(peer) not in ("suspect", "dead")]
 
@@ -495,8 +514,8 @@ class Chunks:
         fetching.served.add(sender)
         if sender == fetching.holder:
             fetching.give(filled_bytes)
-        window = self._windows.get(sender)
-        more = window is not None and not window.idle
+        windows = self._gentle_windows if fetching.gently else self._windows
+        more = (window := windows.get(sender)) is not None and not window.idle
         self._pace(sender).heard(len(body), asyncio.get_running_loop().time(), more)
         if not fetching.due:
             fetching.changed.set()
@@ -513,6 +532,11 @@ class Chunks:
 def _room_of(batch: Batch) -> int:
     """Return the part of a holder's window that a batch takes: no more wait there than it takes."""
     return max(batch.size_bytes, WINDOW_BYTES // MAX_BATCHES)
+
+
+def _drop_idle(windows: dict[PeerId, ByteBudget], holder: PeerId, window: ByteBudget) -> None:
+    if window.idle and windows.get(holder) is window:
+        del windows[holder]
 
 
 def _pieces(size: int) -> int:

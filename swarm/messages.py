@@ -27,6 +27,7 @@ MAX_STAGES = 1024
 MAX_LOSS = 1e6  # in nats a token or bits a byte
 MAX_EVALUATIONS = 8  # in one message
 MAX_SAMPLE_CHARS = 400
+MAX_HELD_CHUNKS = 1 << 16  # of data that one answer speaks of
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
@@ -96,6 +97,27 @@ class Miss(_Message, frozen=True, tag="miss"):
     """The answer of a peer that does not hold the chunk."""
 
     digest: Digest
+
+
+# Data to train on: chunks that are numbered, under the hash of their index (peer/data_holders.py).
+
+
+class DataQuery(_Message, frozen=True, tag="data?"):
+    """A question which chunks of the data with this root the receiver can send, from number `first`
+    on, a multiple of `MAX_HELD_CHUNKS`."""
+
+    root: Digest
+    first: Count
+
+
+class DataHeld(_Message, frozen=True, tag="data"):
+    """The chunks of the data that the sender can send: bit n mod 8 (1 is the lowest) of byte n
+    div 8 says it of number `first` + n. `size` is that of the index; 0: the sender has none."""
+
+    root: Digest
+    first: Count
+    size: Size
+    held: Annotated[bytes, msgspec.Meta(max_length=MAX_HELD_CHUNKS // 8)]
 
 
 # A member's contribution to an exchange.
@@ -454,6 +476,7 @@ class Lineage(_Message, frozen=True, tag="lineage"):
 
 
 ChunkMessage = Want | Piece | Miss
+DataMessage = DataQuery | DataHeld
 ContentMessage = Offer | Reduced | Holds
 PaxosMessage = Prepare | Promise | Propose | Accepted | Rejected | Decided
 LogMessage = LogQuery | Forgotten
@@ -480,5 +503,6 @@ Message = (
     | EvaluationMessage
     | Load
     | Reads
+    | DataMessage
     | BranchMessage
 )

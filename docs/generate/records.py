@@ -10,7 +10,13 @@ import msgspec
 from generate.page import Words, code, described, page, table
 
 from farflock.experiments.measure.metric import Metric
-from farflock.node.process.status import EvaluationStatus, PartnerStatus, Status, Waiting
+from farflock.node.process.status import (
+    DataStatus,
+    EvaluationStatus,
+    PartnerStatus,
+    Status,
+    Waiting,
+)
 from farflock.node.sinks.measures import MEANINGS, prometheus_name
 from farflock.node.state import history
 from farflock.node.train.driver import Apply
@@ -67,6 +73,7 @@ def make_status() -> str:
         "partners": described("partner", PartnerStatus.__struct_fields__, heads),
         "evaluation": described("evaluation", EvaluationStatus.__struct_fields__, heads),
         "waits": described("waiting", Waiting.__struct_fields__, heads),
+        "data": described("data", DataStatus.__struct_fields__, heads),
     }
     example = Status(
         pid=1234, run="…", peer="12D3KooW…", invite="farflock:…", step=120, tokens=61_440,

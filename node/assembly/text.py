@@ -1,6 +1,6 @@
 """A run's text as tokens: what its nodes train on, and what is held out of that."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,13 +42,13 @@ class RunText(NamedTuple):
 
 
 class NodeText(NamedTuple):
-    """The tokens that a node trains on, their tokenizer, where this life begins in them, and what
-    the run is evaluated on (None: it is not)."""
+    """The tokens that a node trains on, their tokenizer, where this life begins in them, and a
+    function that gives what the run is evaluated on, once that is here (None: it is not)."""
 
     tokenizer: Tokenizer
     tokens: Text
     start: Start = Start()
-    held_out: HeldOut | None = None
+    held_out: Callable[[], HeldOut | None] | None = None
 
 
 def text_of(data: DataSection, folders: Sequence[Path] = ()) -> RunText:

@@ -182,6 +182,7 @@ def _numbers(status: Status) -> dict[str, str]:
         "held out": "" if status.evaluation is None else status.evaluation.said(),
         "pace": pace,
         "round": "" if status.last_round is None else f"{status.last_round} ({applied})",
+        "data": words.data(status.data),
         "run": words.several(len(status.members), "member"),
         "sent": words.size(status.sent_bytes),
         "received": words.size(status.received_bytes),
@@ -190,7 +191,10 @@ def _numbers(status: Status) -> dict[str, str]:
 
 
 def _waits(status: Status) -> list[str]:
-    return [f"waiting for {wait.said({})}" for wait in status.waits]
+    data = status.data.waits_for if status.data is not None else ""
+    return [f"waiting for {wait.said({})}" for wait in status.waits] + [
+        f"waiting for {each}" for each in (data,) if each
+    ]
 
 
 def node_table(title: str, seen: Seen, news: _News) -> "RenderableType":

@@ -1,7 +1,7 @@
 """A node's status in plain words, for tables and for lines."""
 
 from farflock.node.demo.demo import Child
-from farflock.node.process.status import PartnerStatus, Status
+from farflock.node.process.status import DataStatus, PartnerStatus, Status
 
 ADMITTED = ", and waits to be admitted"  # how a status ends before the node is a member
 STATES = {
@@ -62,6 +62,33 @@ def rounds(status: Status) -> str:
     """Say how the rounds that a node has applied went."""
     counts = sorted(status.rounds.items())
     return ", ".join(f"{count:,} {ROUNDS.get(kind, kind)}" for kind, count in counts)
+
+
+def data(found: DataStatus | None) -> str:
+    """Return what a node has of its run's prepared data; nothing for a run on a corpus."""
+    if found is None:
+        return ""
+    parts = [
+        f"{short(found.tokens)} tokens",
+        f"{found.seen / max(found.shards, 1):.0%} seen",
+        f"{found.here:,} of {several(found.shards, 'shard')} here",
+        f"{size(found.fetched_bytes)} fetched",
+        f"{size(found.sent_bytes)} given",
+    ]
+    if found.held_out_missing:
+        parts.append(f"{several(found.held_out_missing, 'held-out shard')} still to come")
+    if found.skipped:
+        lost = f"{several(found.skipped, 'shard')} ({short(found.skipped_tokens)} tokens)"
+        parts.append(f"{lost} skipped, as nobody has them")
+    return ", ".join(parts)
+
+
+def copies(found: DataStatus) -> str:
+    """Return how many members have the data beside the founder."""
+    if found.copies >= found.wanted > 0:
+        holders = several(found.wanted, "holder")
+        return f"every shard has {holders} beside the founder: it may go"
+    return f"some shards have {several(found.copies, 'holder')} beside the founder"
 
 
 def peer_state(child: Child, status: Status | None) -> str:

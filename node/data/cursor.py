@@ -1,9 +1,11 @@
 """A peer's place in its samples: at most 200 bytes, from which it goes on without the past.
 
     version (1 byte), number of sources (1), fingerprint of the stream (8), samples drawn (8),
-    for each source its epoch, its group and its number in the group (4 each), CRC-32 (4)
+    for each source its epoch (3) and the shards of its group that it is done with (1), the group
+    (4), its number in there (3) and the shards that are late (1), CRC-32 (4)
 
-Integers are little-endian. The block of samples (mixture.py) follows from how many are drawn.
+Integers are little-endian; a byte of shards has a bit for each, that of the first is the lowest.
+The block of samples (mixture.py) follows from how many are drawn.
 """
 
 import struct
@@ -23,11 +25,25 @@ class BadCursor(ValueError):
 
 
 class SourcePlace(NamedTuple):
-    """The next sample of a source: its number in the order of a group of shards of an epoch."""
+    """The next sample of a source: its number in the order of a group of shards of an epoch.
+
+    Where shards of the group were late, it is read in parts: `done` are those of parts before, and
+    `late` those that are in no part yet. Bit n is that of the group's shard n."""
 
     epoch: int = 0
     group: int = 0
     number: int = 0
+    done: int = 0
+    late: int = 0
+
+    def packed(self) -> tuple[int, int, int]:
+        """Return three numbers of 32 bits."""
+        return self.epoch | self.done << 24, self.group, self.number | self.late << 24
+
+
+def _unpacked(first: int, group: int, last: int) -> SourcePlace:
+    low = (1 << 24) - 1
+    return SourcePlace(first & low, group, last & low, first >> 24, last >> 24)
 
 
 class Cursor(NamedTuple):
@@ -42,7 +58,7 @@ class Cursor(NamedTuple):
     def encode(self) -> bytes:
         """Return the cursor's bytes."""
         head = _HEAD.pack(_VERSION, len(self.places), self.fingerprint, self.drawn)
-        body = b"".join([head, *(_PLACE.pack(*place) for place in self.places)])
+        body = b"".join([head, *(_PLACE.pack(*place.packed()) for place in self.places)])
         return body + _CHECK.pack(zlib.crc32(body))
 
 
@@ -62,7 +78,7 @@ def read_cursor(raw: bytes, fingerprint: bytes, sources: int) -> Cursor:
             "the position in the data is that of another run, or of other data; move it away to "
             "start at the first sample"
         )
-    places = tuple(SourcePlace(*place) for place in _PLACE.iter_unpack(body[_HEAD.size :]))
+    places = tuple(_unpacked(*place) for place in _PLACE.iter_unpack(body[_HEAD.size :]))
     return Cursor(found, drawn, places)
 
 

@@ -19,9 +19,8 @@ from farflock.node.data.index import (
     BadIndex,
     DataIndex,
     ShardList,
+    read_entries,
     read_index,
-    read_page,
-    require_totals,
     root_of,
 )
 from farflock.node.data.shard_writer import label_of, token_file
@@ -56,7 +55,7 @@ class PreparedFolder:
 
     def __init__(self, folder: Path, root: str | None = None) -> None:
         self.folder = folder
-        raw = _read(folder / INDEX_NAME, MAX_CHUNK_BYTES + 1)
+        self.index_raw = raw = _read(folder / INDEX_NAME, MAX_CHUNK_BYTES + 1)
         self.index: DataIndex = read_index(raw, str(folder / INDEX_NAME), root)
         self.root = root_of(raw)
         self._elsewhere = _paths_elsewhere(folder)
@@ -81,25 +80,29 @@ class PreparedFolder:
         size = int(shard["tokens"]) * self.index.token_type.itemsize
         return ShardPlace(shard["digest"].tobytes(), path, int(shard["offset"]), size)
 
+    def page(self, name: str) -> bytes:
+        """Return a page of the index, unverified."""
+        return _read(self.folder / "pages" / name, MAX_CHUNK_BYTES + 1)
+
+    def raw(self, split: str, number: int) -> bytes:
+        """Return the bytes of a shard, unverified."""
+        place = self.place(split, number)
+        with place.path.open("rb") as file:
+            return os.pread(file.fileno(), place.size, place.offset)
+
     def read(self, split: str, number: int) -> TokenIds:
         """Return the tokens of a shard (n,); raise `BadIndex` unless they are what the index says:
         its hash, its documents, and tokens of the vocabulary."""
         place = self.place(split, number)
-        with place.path.open("rb") as file:
-            raw = os.pread(file.fileno(), place.size, place.offset)
+        raw = self.raw(split, number)
         if not is_intact(raw, place.digest):
             raise BadIndex(
                 f"a shard in {place.path} is damaged at byte {place.offset:,}; copy the file again,"
                 " or prepare the data again"
             )
-        tokens: TokenIds = np.frombuffer(raw, dtype=self.index.token_type)
-        ends = int((tokens == self.index.end_of_text).sum())
         documents = int(self._shards[split][number]["documents"])
-        if (
-            int(tokens.max()) >= self.index.vocabulary
-            or int(tokens[-1]) != self.index.end_of_text
-            or ends != documents
-        ):
+        tokens = tokens_of(raw, self.index, documents)
+        if tokens is None:
             raise BadIndex(
                 f"a shard in {place.path} is not {documents:,} documents of"
                 f" {self.index.vocabulary:,} tokens; prepare the data again"
@@ -115,7 +118,7 @@ class PreparedFolder:
             end = begin + tokens
             wanted = np.flatnonzero((starts < end) & (starts + length > begin))
             if len(wanted):
-                _copy_parts(self.read(split, number), begin, starts, found, wanted)
+                copy_parts(self.read(split, number), begin, starts, found, wanted)
             begin = end
         return found
 
@@ -129,15 +132,9 @@ class PreparedFolder:
 
     def _of_part(self, number: int, split: str, listed: ShardList) -> NDArray[np.void]:
         kind, shards = self.index.token_type, np.zeros(listed.shards, dtype=SHARD)
-        start = 0
-        for place, name in enumerate(listed.pages):
-            count = listed.on_page(place)
-            raw = _read(self.folder / "pages" / name, MAX_CHUNK_BYTES + 1)
-            entries = read_page(raw, name, count, kind)
-            for field in ("digest", "tokens", "documents"):
-                shards[field][start : start + count] = entries[field]
-            start += count
-        require_totals(shards, listed)
+        entries = read_entries(listed, kind, self.page)
+        for field in ("digest", "tokens", "documents"):
+            shards[field] = entries[field]
         shards["part"] = number
         if self._elsewhere:
             self._place_elsewhere(shards, label_of(number, split))
@@ -179,19 +176,33 @@ def _paths_elsewhere(folder: Path) -> list[Path]:
         raise BadIndex(why) from None
 
 
-def _copy_parts(
+def copy_parts(
     shard: TokenIds,
     begin: int,
     starts: NDArray[np.int64],
     found: TokenIds,
     rows: NDArray[np.int64],
 ) -> None:
-    """Copy to some rows what a shard, whose first token has the position `begin`, has of them."""
+    """Copy to some rows of `found`, which begin at `starts`, what a shard has of them; the position
+    of its first token is `begin`."""
     for row in rows:
         first = max(int(starts[row]), begin)
         last = min(int(starts[row]) + found.shape[1], begin + len(shard))
         at = first - int(starts[row])
         found[row, at : at + last - first] = shard[first - begin : last - begin]
+
+
+def tokens_of(raw: bytes, index: DataIndex, documents: int) -> TokenIds | None:
+    """Return the tokens of an intact shard (n,); None if they are not as many documents of the
+    vocabulary as its index says."""
+    tokens: TokenIds = np.frombuffer(raw, dtype=index.token_type)
+    ends = int((tokens == index.end_of_text).sum())
+    fine = (
+        int(tokens.max()) < index.vocabulary
+        and int(tokens[-1]) == index.end_of_text
+        and ends == documents
+    )
+    return tokens if fine else None
 
 
 def _laid_out(shards: NDArray[np.void], width: int) -> list[int]:

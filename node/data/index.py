@@ -16,6 +16,7 @@ can check the index, its pages, every shard and the tokenizer. Where in which fi
 follows from the sizes of the shards before it.
 """
 
+from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -173,6 +174,20 @@ def read_page(
         or int(tokens.max()) * kind.itemsize > MAX_SHARD_BYTES
     ):
         raise BadIndex(f"the page {name[:16]}… lists what no shard can be; prepare the data again")
+    return entries
+
+
+def read_entries(
+    listed: ShardList, kind: "np.dtype[np.unsignedinteger]", page: Callable[[str], bytes]
+) -> NDArray[np.void]:
+    """Return the entries of a list (n,), of type `ENTRY`; `page` gives the bytes of a page. Raise
+    `BadIndex` if they are not what the list says."""
+    pages = [
+        read_page(page(name), name, listed.on_page(place), kind)
+        for place, name in enumerate(listed.pages)
+    ]
+    entries = np.concatenate([np.zeros(0, dtype=ENTRY), *pages])
+    require_totals(entries, listed)
     return entries
 
 

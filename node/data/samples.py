@@ -11,7 +11,7 @@ place without what comes before it.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -33,10 +33,15 @@ from farflock.node.data.shard_order import SampleStream, ShardOrder
 from farflock.node.tokens.tokenizer import TokenIds
 
 KEPT_CURSORS = 4096  # of the newest places: some rounds' worth
+KEPT_PARTS = 64  # of groups that were read in parts, of each source
 
 
 class TooShort(ValueError):
     """A source without a sample of the wanted length; the message names the remedy."""
+
+
+class NoShards(ValueError):
+    """A source of which nobody has anything; the message names the remedy."""
 
 
 class ShardSource(Protocol):
@@ -57,6 +62,20 @@ class ShardSource(Protocol):
 
     def read(self, number: int) -> TokenIds:
         """Return the tokens of a shard; raise an error with a remedy if they are not here."""
+        ...
+
+
+@runtime_checkable
+class ComingShards(Protocol):
+    """A source's further methods if its shards come while it is read."""
+
+    def expect(self, now: Sequence[int], then: Sequence[int]) -> None:
+        """Note which shards are read next, and which after them."""
+        ...
+
+    def here(self, wanted: Sequence[int], *, all_of: bool) -> tuple[list[int], list[int]]:
+        """Wait until one of these shards is here, or all of them; return those that are, and those
+        that are given up because nobody has them."""
         ...
 
 
@@ -136,7 +155,8 @@ def _opened(source: ShardSource, number: int, length: int) -> _Shard:
 
 
 class _Group(NamedTuple):
-    """A group of shards that is open, and the order of its samples."""
+    """A group of shards that is open, or the part of it that is here, and the order of its
+    samples."""
 
     shards: list[_Shard]
     before: NDArray[np.int64]  # samples up to the end of each shard
@@ -150,54 +170,118 @@ class _Group(NamedTuple):
         return self.shards[shard].tokens[start : start + length]
 
 
+_Parts = dict[tuple[int, int, int], int]  # epoch, group, shards done: those that were late
+
+
 class _SourceReader:
-    """One source's samples in turn, from a place on."""
+    """One source's samples in turn, from a place on. `parts` are those that were begun before."""
 
     def __init__(
-        self, source: ShardSource, stream: SampleStream, length: int, place: SourcePlace
+        self,
+        source: ShardSource,
+        stream: SampleStream,
+        length: int,
+        place: SourcePlace,
+        parts: _Parts,
     ) -> None:
-        self._source, self._length = source, length
+        self._source, self._length, self.place, self._parts = source, length, place, parts
+        self._coming = source if isinstance(source, ComingShards) else None
         self._order = ShardOrder(stream, source.name, len(source.sizes))
-        if place.group >= self._order.groups:
+        if place.group >= self._order.groups or not self._left(place):
             raise _outside()
-        self._epoch, self._number, self._index = place
         self._group: _Group | None = None
-
-    @property
-    def place(self) -> SourcePlace:
-        """The next sample."""
-        return SourcePlace(self._epoch, self._number, self._index)
+        if place.number or place.late:
+            parts[place.epoch, place.group, place.done] = place.late
 
     def next(self) -> TokenIds:
         """Return the next sample, a view of `length` tokens."""
         group = self._opened()
-        self._index += 1
-        return group.sample(self._index - 1, self._length)
+        sample = group.sample(self.place.number, self._length)
+        self._go(1, group)
+        return sample
 
     def skip(self, count: int) -> None:
         """Pass over samples."""
         while count:
-            step = min(count, len(self._opened().order) - self._index)
-            self._index, count = self._index + step, count - step
+            group = self._opened()
+            step = min(count, len(group.order) - self.place.number)
+            self._go(step, group)
+            count -= step
+
+    def expect(self) -> None:
+        """Say which shards are read next: the rest of this group, and the one that follows it."""
+        if self._coming is not None:
+            shards = self._order.group(self.place.epoch, self.place.group)
+            now = [shards[bit] for bit in self._left(self.place)]
+            then = self._order.group(*self._order.after(self.place.epoch, self.place.group))
+            self._coming.expect(now, then)
+
+    def _go(self, step: int, group: _Group) -> None:
+        """Move on in the open group, and out of it after its last sample."""
+        self.place = self.place._replace(number=self.place.number + step)
+        if self.place.number == len(group.order):
+            self._end_part()
+
+    def _end_part(self) -> None:
+        """Go on with the shards of the group that were late, or else with the next group."""
+        place, self._group = self.place, None  # its shards go before the next ones come
+        if place.late:
+            shards = len(self._order.group(place.epoch, place.group))
+            done = (1 << shards) - 1 & ~place.late
+            self.place = place._replace(number=0, done=done, late=0)
+        else:
+            self.place = SourcePlace(*self._order.after(place.epoch, place.group))
 
     def _opened(self) -> _Group:
         """Return the group of the next sample."""
-        while True:
-            if self._group is None:
-                self._group = self._open()
-            if self._index < len(self._group.order):
-                return self._group
-            if self._index > len(self._group.order):
+        tries = 0
+        while self._group is None:
+            if tries > 2 * self._order.groups:
+                raise NoShards(
+                    f"nobody has any shard of the data {self._source.name[:16]}…; wait until a "
+                    "member with them is back, or name a copy of their folder with --data"
+                )
+            tries += 1
+            self._group = self._open()
+            shards = 0 if self._group is None else len(self._group.order)
+            if self.place.number > shards and self._coming is None:
                 raise _outside()
-            self._epoch, self._number = self._order.after(self._epoch, self._number)
-            self._group, self._index = None, 0  # its shards go before the next ones come
+            if self.place.number >= shards:
+                self._end_part()
+        return self._group
 
-    def _open(self) -> _Group:
-        numbers = self._order.group(self._epoch, self._number)
-        shards = [_opened(self._source, number, self._length) for number in numbers]
-        before = np.cumsum([len(each.starts) for each in shards])
-        order = self._order.samples(self._epoch, self._number, int(before[-1]))
-        return _Group(shards, before, order)
+    def _open(self) -> _Group | None:
+        """Open what is here of the group; return None if nobody has anything of it."""
+        shards = self._order.group(self.place.epoch, self.place.group)
+        bits = self._left(self.place) if self._coming is None else self._here(shards)
+        if not bits:
+            return None
+        opened = [_opened(self._source, shards[bit], self._length) for bit in bits]
+        before = np.cumsum([len(each.starts) for each in opened])
+        order = self._order.samples(self.place.epoch, self.place.group, int(before[-1]))
+        return _Group(opened, before, order)
+
+    def _here(self, shards: Sequence[int]) -> list[int]:
+        """Wait for shards of the group; return the bits of those that are read now. A part that was
+        begun before is read with the same shards again, as far as anybody has them."""
+        assert self._coming is not None, "all shards are here"
+        self.expect()
+        place, left = self.place, self._left(self.place)
+        begun = self._parts.get((place.epoch, place.group, place.done))
+        part = [bit for bit in left if not (begun or 0) >> bit & 1]
+        here, gone = self._coming.here([shards[bit] for bit in part], all_of=begun is not None)
+        if begun is None:
+            begun = sum(1 << bit for bit in part if shards[bit] not in {*here, *gone})
+            self._parts[place.epoch, place.group, place.done] = begun
+            if len(self._parts) > KEPT_PARTS:
+                del self._parts[next(iter(self._parts))]
+        self.place = place._replace(late=begun)
+        return [bit for bit in part if shards[bit] in here]
+
+    def _left(self, place: SourcePlace) -> list[int]:
+        """Return the bits of the shards of a place's group that were in no part before."""
+        shards = len(self._order.group(place.epoch, place.group))
+        return [bit for bit in range(shards) if not place.done >> bit & 1]
 
 
 class SampleReader:
@@ -217,7 +301,10 @@ class SampleReader:
         self._fixed = {0: first, self._start.drawn: self._start}
         self._newest = OrderedDict[int, Cursor]()
         self._at = self._start.drawn
+        self._parts = [_Parts() for _ in text.sources]
         self._readers = self._readers_at(self._start.places)
+        for reader in self._readers:
+            reader.expect()
 
     @property
     def start(self) -> int:
@@ -270,8 +357,8 @@ class SampleReader:
 
     def _readers_at(self, places: Sequence[SourcePlace]) -> list[_SourceReader]:
         return [
-            _SourceReader(source, self._stream, self.length, place)
-            for source, place in zip(self._text.sources, places, strict=True)
+            _SourceReader(source, self._stream, self.length, place, parts)
+            for source, place, parts in zip(self._text.sources, places, self._parts, strict=True)
         ]
 
     def _cursor(self) -> Cursor:

@@ -104,9 +104,9 @@ def path_meter(
     stage_directory: StageDirectory,
     edges: Edges,
     pipeline: PipelinePlan,
-    held_out: HeldOut,
+    held_out: Callable[[], HeldOut | None],
 ) -> PathMeter:
-    """Return a meter of these sequences, with the waits of training."""
+    """Return a meter of these sequences, once they are here, with the waits of training."""
     codecs, stages = EdgeCodecs(edges, peer.codec_offers.of), len(pipeline.stages)
     terms, policy = pipeline.trainer, fixed(stages)  # which is never asked
     waits = terms.forward_timeout_s, terms.backward_timeout_s

@@ -70,7 +70,7 @@ class FullTrainer:
         while not (self.stopping or enough()):
             if self.commits.hear(self._now()):
                 self.source.settle(self.commits.begun_s)
-            if self.may_begin():
+            if self.may_begin() and self.source.is_ready():
                 await self._train(self.source.next())
             else:
                 await asyncio.sleep(TICK_S)

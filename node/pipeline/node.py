@@ -6,7 +6,7 @@ that never leave it (node/pipeline/full_replica.py). Processes and simulations b
 here."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +14,7 @@ import torch
 
 from farflock.node.data.samples import Text
 from farflock.node.data.shard_order import SampleStream
+from farflock.node.model.batches_ahead import ahead_of
 from farflock.node.model.data import Batches, Start
 from farflock.node.model.evaluation import HeldOut
 from farflock.node.model.shapes import ShapeReplica
@@ -344,7 +345,8 @@ class PipelineNode:
         lane = lane_of(peer.me)
         first = first_number(peer.context.incarnation) + start.batch
         stream = SampleStream(plan.run_seed, peer.me)
-        self.batches = Batches(tokens, stream, plan.batch, plan.seq, plan.samples, start)
+        batches = Batches(tokens, stream, plan.batch, plan.seq, plan.samples, start)
+        self.batches = ahead_of(batches, tokens)
         gone = None if pipeline.asynchronous is None else pipeline.asynchronous.gone
         source = MicrobatchSource(self.batches, edges, policy, lane, first, gone)
         terms, late, report = pipeline.trainer, _max_late(pipeline, edges), self.means.report
@@ -358,7 +360,7 @@ class PipelineNode:
         # a batch that is being agreed on, and what is in flight beside it
         allowance, inputs = (
             Allowance(batch, batch + max(batch, late)),
-            stage_inputs(edges, self.batches),
+            stage_inputs(edges, batches),
         )
         return Trainer(peer, self.stage_directory, policy, source, terms, report, inputs, allowance)
 
@@ -366,9 +368,9 @@ class PipelineNode:
         return ExchangeClient(self.peer, self.plan.run_seed, index)
 
 
-def evaluate(node: PipelineNode, every: int, held_out: HeldOut) -> None:
-    """Let a node that is not running yet take part in the run's evaluations, every so many rounds,
-    on these sequences."""
+def evaluate(node: PipelineNode, every: int, held_out: Callable[[], HeldOut | None]) -> None:
+    """Let a node that is not running yet take part in the run's evaluations, every so many rounds;
+    `held_out` returns the sequences, or None as long as not all of them are here."""
     meter = path_meter(node.peer, node.stage_directory, node.edges, node.pipeline, held_out)
     known = node.peer, node.stage_directory, meter, every, node.means.report
     node.evaluator = PathEvaluator(*known, lambda: node.step)

@@ -4,21 +4,33 @@ The inspecting peer uses a throwaway identity, cannot be dialled, publishes noth
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 
-from farflock.node.process.network import MachineOptions, identity_of, learn_run, network
+from farflock.node.process.data_look import Excerpt, read_excerpts
+from farflock.node.process.network import (
+    MachineOptions,
+    identity_of,
+    known_members,
+    learn_run,
+    network,
+)
+from farflock.node.process.run_data import RunData, fetch_data
+from farflock.node.process.run_text import fetch_tokenizer
 from farflock.node.process.status import EvaluationStatus, watched
+from farflock.node.run.data_section import tokenizer_of
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.evaluation_watch import EvaluationWatch
 from farflock.node.train.run_size import is_paired
-from farflock.swarm.links import Links
+from farflock.swarm.links import Links, PeerId
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import unseal
 
@@ -47,16 +59,43 @@ class RunInspection(msgspec.Struct, frozen=True):
     evaluation: EvaluationStatus | None = None
 
 
-async def fetch_manifest(machine: MachineOptions, invite: Invite, timeout_s: float) -> Manifest:
-    """Return the verified manifest of an invite's run."""
+async def fetch_plan(
+    machine: MachineOptions, invite: Invite, timeout_s: float
+) -> tuple[Manifest, RunData | None]:
+    """Return the verified manifest of an invite's run, and what is known of its prepared data,
+    whose index is fetched; raise `RefusedByRun` if no member has that."""
+    async with _visiting(machine, invite, timeout_s) as (links, manifest, members):
+        return manifest, await fetch_data(links, invite.run, manifest.data, members, machine)
+
+
+async def look_at_data(
+    machine: MachineOptions, invite: Invite, timeout_s: float, seed: int
+) -> tuple[Manifest, RunData | None, list[Excerpt]]:
+    """Return the same, and a few documents of the data, drawn by the seed."""
+    async with _visiting(machine, invite, timeout_s) as (links, manifest, members):
+        run = invite.run
+        data = await fetch_data(links, run, manifest.data, members, machine)
+        if data is None:
+            return manifest, None, []
+        await fetch_tokenizer(links, run, manifest.data, members)
+        tokenizer = tokenizer_of(manifest.data)
+        return manifest, data, await read_excerpts(links, run, data, members, tokenizer, seed)
+
+
+@contextlib.asynccontextmanager
+async def _visiting(
+    machine: MachineOptions, invite: Invite, timeout_s: float
+) -> AsyncIterator[tuple[Links, Manifest, list[PeerId]]]:
+    """Yield links to the members of an invite's run, which a throwaway identity has, its verified
+    manifest, and members."""
     with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
         visitor = _throwaway(machine, passing)
         async with network(visitor, identity_of(visitor.folder), invite.run, invite.addresses) as (
             directory,
             links,
         ):
-            _, manifest, _ = await learn_run(directory, links, invite, timeout_s)
-            return manifest
+            _, manifest, records = await learn_run(directory, links, invite, timeout_s)
+            yield links, manifest, known_members(links, records, invite.run)
 
 
 async def inspect_run(machine: MachineOptions, invite: Invite, timeout_s: float) -> RunInspection:

@@ -37,6 +37,7 @@ LEARN_TIMEOUT_S = 120.0
 FETCH_TIMEOUT_S = 20.0
 MAX_TERMS_BYTES = 256 * 1024
 HEAD_EVERY_S = 60.0
+DATA_CACHE_BYTES = 20 * 10**9
 DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's process needs some
 
 
@@ -61,6 +62,7 @@ class MachineOptions:
     ranks: Ranks | None = None  # the processes of this peer, if there are several
     model: Path | None = None  # the folder that a founder's run starts from
     data: tuple[Path, ...] = ()  # folders of prepared data
+    data_cache: int = DATA_CACHE_BYTES  # of shards that were fetched
 
 
 def identity_of(folder: RunFolder) -> Identity:

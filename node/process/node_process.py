@@ -10,7 +10,7 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from farflock.node.process.network import (
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of, weights_of
 from farflock.node.process.replica_role import replica_of
 from farflock.node.process.room import fitted, with_room
+from farflock.node.process.run_data import RunData, data_in_place
 from farflock.node.process.run_text import fetch_text, lend_tokenizer, load_text
 from farflock.node.process.sample_keeper import founders_start, joiners_start
 from farflock.node.process.status import Status
@@ -61,6 +62,7 @@ from farflock.swarm.compute import Worker
 from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
+from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.record import unseal
@@ -96,6 +98,7 @@ class NodeProcess:
     worker: TimedWorker  # that trains, or serves stages
     doors: tuple[str, ...] = ()  # addresses used to join
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+    data: RunData | None = None  # what it trains on, if that was prepared
     show: Callable[[Status], None] = lambda status: None  # called once a second
 
     @property
@@ -167,6 +170,24 @@ class NodeProcess:
             await asyncio.sleep(REMEMBER_EVERY_S)
 
 
+@contextlib.asynccontextmanager
+async def travelling(
+    data: RunData | None, node: NodeProcess, known: Sequence[PeerId]
+) -> AsyncIterator[None]:
+    """Let a run's prepared data come and go while the block runs, if it has such."""
+    if data is None:
+        yield
+        return
+    part = node.member
+    data.stop_with(lambda: part.stopping)
+    node.data = data
+    # A server of a stage is drawn only where nobody else is left (decision 034).
+    measures = isinstance(part, ReplicaNode) or part.trainer is not None
+    evaluates = measures and part.evaluator is not None
+    async with data.travelling(part.peer, known, node.founder, evaluates=evaluates):
+        yield
+
+
 async def found(
     machine: MachineOptions, manifest: Manifest, on_start: Callable[[NodeProcess], None]
 ) -> Path:
@@ -210,7 +231,8 @@ async def _found(
     weights = weights_of(machine, manifest, begins=saved is None)
     machine = await fitted(machine, manifest, Failure)
     start = founders_start(machine.folder.path, manifest, run, saved)
-    text = await load_text(manifest, machine.data, start)
+    data = await data_in_place(manifest.data, machine)
+    text = await load_text(manifest, data, start)
     async with network(machine, identity, run, ()) as (directory, links):
         peer = _peer(machine, manifest, run, identity, directory, links, stage)
         node = _node(
@@ -229,7 +251,7 @@ async def _found(
         terms = manifest.canonical()
         head = seal_head(identity, Head(run, identity.peer, digest_of(terms), len(terms), 0))
         part = node.member
-        async with peer.running():
+        async with peer.running(), travelling(data, node, ()):
             if saved is not None and isinstance(part, ReplicaNode):
                 part.peer.found()
                 load_state(part, saved)
@@ -295,11 +317,11 @@ async def _join(
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
         machine = with_room(machine, manifest, RefusedByRun)
         holders = known_members(links, records, invite.run)
-        await fetch_text(links, invite.run, manifest.data, holders, machine.data)
+        data = await fetch_text(links, invite.run, manifest.data, holders, machine)
         machine = await fitted(machine, manifest, RefusedByRun)
         pipeline = manifest.pipeline_plan()
         start = joiners_start(machine.folder.path, manifest, invite.run, saved)
-        text = await load_text(manifest, machine.data, start)
+        text = await load_text(manifest, data, start)
         stage, trains = EVERY if pipeline is None else NOTHING, True
         peer = _peer(machine, manifest, invite.run, identity, directory, links, stage)
         async with peer.running():
@@ -330,10 +352,11 @@ async def _join(
             if saved is not None and isinstance(part, ReplicaNode):
                 load_moments(part, saved)
                 go_on(part.watch, saved.meta)
-            with _answered(peer):
-                await part.join(records, JOIN_TIMEOUT_S, downloaded)
-            node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
-            return await _train(node, head, on_start)
+            async with travelling(data, node, holders):
+                with _answered(peer):
+                    await part.join(records, JOIN_TIMEOUT_S, downloaded)
+                node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
+                return await _train(node, head, on_start)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from functools import partial
 from farflock.node.assembly.checkpoints import CheckpointManager, members_of
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.text import NodeText
+from farflock.node.data.coming_shards import ReadingStopped
 from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.process.brake import with_brake
 from farflock.node.process.network import MachineOptions
@@ -21,9 +22,22 @@ from farflock.node.train.absence import STALL_S, Absence
 from farflock.node.train.evaluator import Evaluator
 from farflock.node.train.model_meter import ModelMeter
 from farflock.node.train.state_sync import Spool
+from farflock.node.train.task import Loss, Train
 from farflock.optimizers.parts.spread import spread_over
 from farflock.swarm.compute import Compute, Worker
 from farflock.swarm.peer.peer import Peer
+
+
+def until_stopped(train: Train) -> Train:
+    """Return what trains, and ends once the node stops while data are waited for."""
+
+    async def stoppable(work: Callable[[], Loss]) -> Loss | None:
+        try:
+            return await train(work)
+        except ReadingStopped:
+            return None
+
+    return stoppable
 
 
 def replica_of(
@@ -49,7 +63,7 @@ def replica_of(
         peer,
         text.tokens,
         compute=Worker("state"),  # training waits for it, not for what others need reduced
-        train=train,
+        train=until_stopped(train),
         report=report,
         storage=storage_of(machine),
         spool=Spool(files, copies),

@@ -3,20 +3,21 @@ what it fetches, and what it lends to others.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from farflock.node.assembly.text import (
     NodeText,
     RunText,
-    prepared_folders,
     text_of,
 )
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.corpus import SHIPPED
 from farflock.node.model.data import BadData, Start, evaluation_rows
 from farflock.node.model.evaluation import HeldOut
-from farflock.node.run.data_section import DataSection
+from farflock.node.process.network import MachineOptions
+from farflock.node.process.run_data import RunData, fetch_data
+from farflock.node.run.data_section import DataSection, tokenizer_of
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.tokenizer_cache import cached_tokenizer, keep_tokenizer
 from farflock.node.tokens.json_tokenizer import JsonTokenizer, file_chunks
@@ -32,13 +33,10 @@ CHUNK_TIMEOUT_S = 120.0  # for each chunk of a tokenizer's file
 log = logging.getLogger(__name__)
 
 
-def require_corpus(data: DataSection, folders: Sequence[Path] = ()) -> None:
-    """Refuse a run whose corpus, or whose prepared data, are not on this machine."""
+def require_corpus(data: DataSection) -> None:
+    """Refuse a run whose corpus is not on this machine."""
     name, digest = data.corpus, data.sha256
-    if name is None:
-        prepared_folders(data, folders)
-        return
-    if name == SHIPPED or Path(name).is_file():
+    if name is None or name == SHIPPED or Path(name).is_file():
         return
     why = f"it has SHA-256 {str(digest)[:16]}…, and there is no file {Path(name).absolute()}"
     remedy = "get that file from the run's founder, and put it there"
@@ -50,13 +48,14 @@ async def fetch_text(
     run: str,
     data: DataSection,
     members: Sequence[PeerId],
-    folders: Sequence[Path] = (),
-) -> None:
+    machine: MachineOptions,
+) -> RunData | None:
     """Get what this machine lacks of a run's text, before the run's members count this node: its
-    tokenizer. The corpus, or the prepared data, have to be here; raise `RefusedByRun` if they are
-    not."""
-    require_corpus(data, folders)
+    tokenizer, and the index of its prepared data, which are returned. A corpus has to be here;
+    raise `RefusedByRun` if it is not."""
+    require_corpus(data)
     await fetch_tokenizer(links, run, data, members)
+    return await fetch_data(links, run, data, members, machine)
 
 
 async def fetch_tokenizer(
@@ -86,14 +85,18 @@ async def fetch_tokenizer(
 
 
 async def load_text(
-    manifest: Manifest, folders: Sequence[Path] = (), start: Start | None = None
+    manifest: Manifest, data: RunData | None = None, start: Start | None = None
 ) -> NodeText:
     """Return the run's text as tokens, which a thread reads: it may be long."""
 
     def loaded() -> NodeText:
-        text = text_of(manifest.data, folders)
-        held_out = _held_out(manifest, text)
-        return NodeText(text.tokenizer, text.train(), start or Start(), held_out)
+        begin = start or Start()
+        if data is None:
+            text = text_of(manifest.data)
+            held_out = _held_out(manifest, text.tokenizer, text)
+            return NodeText(text.tokenizer, text.train(), begin, held_out)
+        tokenizer = tokenizer_of(manifest.data)
+        return NodeText(tokenizer, data.text(), begin, _held_out(manifest, tokenizer, data))
 
     reader = Worker("text")
     try:
@@ -102,18 +105,24 @@ async def load_text(
         reader.close()
 
 
-def _held_out(manifest: Manifest, text: RunText) -> HeldOut | None:
-    """Return the sequences that a run is evaluated on; None if it is not, or if there is too little
-    text."""
-    terms = manifest.evaluation
+def _held_out(
+    manifest: Manifest, tokenizer: Tokenizer, text: RunText | RunData
+) -> Callable[[], HeldOut | None] | None:
+    """Return a function that gives the sequences that a run is evaluated on, once all are here;
+    None if it is not evaluated, or if there is too little text."""
+    terms, seq = manifest.evaluation, manifest.train.seq
     if not terms.every:
         return None
+    lengths = bytes_of_tokens(tokenizer)
     try:
-        rows = evaluation_rows(text.held_out(), manifest.train.seq, terms.sequences)
+        if isinstance(text, RunText):
+            found = HeldOut(evaluation_rows(text.held_out(), seq, terms.sequences), lengths)
+            return lambda: found
+        coming = text.hold_out(seq, terms.sequences)
     except BadData as error:
         log.warning("this node cannot evaluate the run: %s", error)
         return None
-    return HeldOut(rows, bytes_of_tokens(text.tokenizer))
+    return lambda: None if coming.rows is None else HeldOut(coming.rows, lengths)
 
 
 def lend_tokenizer(store: Store, tokenizer: Tokenizer) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from farflock.node.assembly.checkpoints import SAMPLES
 from farflock.node.assembly.node import ReplicaNode
+from farflock.node.model.batches_ahead import BatchesAhead
 from farflock.node.model.data import Batches, Start
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt
@@ -23,7 +24,9 @@ log = logging.getLogger(__name__)
 class SampleKeeper:
     """Keeps the place of the first batch that no round has counted."""
 
-    def __init__(self, position: SamplePosition, batches: Batches, compute: Compute) -> None:
+    def __init__(
+        self, position: SamplePosition, batches: Batches | BatchesAhead, compute: Compute
+    ) -> None:
         self._position, self._batches = position, batches
         self._compute, self._fails = compute, False
 

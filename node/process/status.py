@@ -81,6 +81,27 @@ class EvaluationStatus(msgspec.Struct, frozen=True):
         return [f"held-out loss: {self.said()}", *self.remarks()]
 
 
+class DataStatus(msgspec.Struct, frozen=True):
+    """The prepared data of a run at one node. `seen` are the shards that it has read since it
+    started; `copies` is how many members beside the founder have each shard, at least, and stops
+    counting at the number that is `wanted`. Bytes are those of data alone."""
+
+    roots: tuple[str, ...]
+    tokens: int
+    shards: int
+    here: int
+    seen: int
+    fetched_bytes: int
+    sent_bytes: int
+    late: int
+    skipped: int
+    skipped_tokens: int
+    copies: int
+    wanted: int
+    held_out_missing: int = 0
+    waits_for: str = ""
+
+
 class Status(msgspec.Struct, frozen=True):
     """One node at one moment. Bytes are those of the links since the node started, each way;
     `rounds` counts the rounds applied since then, by status; `tokens_per_s` is this node's own
@@ -115,6 +136,7 @@ class Status(msgspec.Struct, frozen=True):
     exchanges: str = ""
     busy_share: float | None = None
     evaluation: EvaluationStatus | None = None
+    data: DataStatus | None = None
 
 
 def measures_of(status: Status, time_s: float) -> Measures:

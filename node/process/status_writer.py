@@ -114,6 +114,7 @@ def status_of(
         exchanges=exchanges_of(part),
         busy_share=busy_share,
         evaluation=watched(part.watch),
+        data=None if node.data is None else node.data.status(peer),
     )
 
 

@@ -34,6 +34,8 @@ from farflock.node.tokens.tokenizer import (
 )
 from farflock.swarm.messages import MAX_CHUNK_BYTES
 
+MAX_COPIES = 16
+COPIES = 2
 MAX_TOKENIZER_CHUNKS = MAX_FILE_BYTES // MAX_CHUNK_BYTES
 _FROM_FILE = ("tokenizer_bytes", "tokenizer_chunks", "vocabulary")  # what describes a file
 
@@ -47,14 +49,15 @@ class DataSection(Section, frozen=True, kw_only=True):
     """[data]: the text, and how it is cut into tokens.
 
     The text is a corpus with the SHA-256 of exactly that text, the prepared data with a `root`, or
-    a `mix` of several, by their weights. A resolved manifest always has a hash: without it a
-    founder could make a volunteer train on any local file of that name. There the tokenizer is
-    `bytes`, or the BLAKE3 hash of its file, with the file's size, the hashes of its chunks, and its
-    number of tokens."""
+    a `mix` of several, by their weights; members keep so many `copies` of each shard beside the
+    founder's. A resolved manifest always has a hash: without it a founder could make a volunteer
+    train on any local file of that name. There the tokenizer is `bytes`, or the BLAKE3 hash of its
+    file, with the file's size, the hashes of its chunks, and its number of tokens."""
 
     corpus: PlainText | None = None
     root: _Hash | None = None
     mix: _Mix | None = None
+    copies: Annotated[int, msgspec.Meta(ge=0, le=MAX_COPIES)] | None = None
     tokenizer: Annotated[str, msgspec.Meta(pattern=rf"^({BYTES}|[0-9a-f]{{64}})$")] = BYTES
     tokenizer_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_FILE_BYTES)] | None = None
     tokenizer_chunks: _Chunks | None = None
@@ -109,6 +112,7 @@ def _fill_prepared(data: dict[str, Any], found: Sequence[PreparedFolder]) -> Non
             data["root"] = found[0].root
         else:  # all their samples weigh alike
             data["mix"] = {each.root: float(each.index.totals("train").tokens) for each in found}
+    data.setdefault("copies", COPIES)
     first = found[0].index
     for other in found[1:]:
         if (other.index.tokenizer, other.index.end_of_text) != (first.tokenizer, first.end_of_text):

@@ -183,7 +183,8 @@ class PipelineSimulation:
             if node.trainer is not None:
                 node.trainer.source.counted = partial(self._counted, number, node)
             if self._evaluations is not None:
-                evaluate(node, *self._evaluations)
+                every, held_out = self._evaluations
+                evaluate(node, every, lambda: held_out)
             self._made(number, node)
             if self._births == 1:
                 node.found()

@@ -54,12 +54,16 @@ class EvaluatedLoop(AbsentLoop, Protocol):
         ...
 
 
+# measures a copy of weights; returns None once the condition that it is given holds
+Measurement = Callable[[Callable[[], bool]], Measured | None]
+
+
 class WeightsMeter(Protocol):
     """A way to measure weights."""
 
-    def copy(self, weights: Tensors) -> Callable[[Callable[[], bool]], Measured | None]:
-        """Copy the weights, and return a function that measures the copy; it returns None once the
-        condition that it is given holds."""
+    def copy(self, weights: Tensors) -> Measurement | None:
+        """Copy the weights, and return a function that measures the copy; None if the text to
+        measure them on is not here yet."""
         ...
 
 
@@ -109,6 +113,13 @@ class Evaluator:
         tokens = self.loop.driver.position.agreed_tokens
         try:
             measure = await self.loop.compute(self._copied)
+            if measure is None:
+                log.warning(
+                    "this node passes its turn to evaluate the run before round %d: the held-out"
+                    " text is still on its way here",
+                    number,
+                )
+                return
             found = await Absence(self.peer, self.loop).during(self._measured(measure))
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -123,14 +134,12 @@ class Evaluator:
         else:
             self.peer.evaluations.offer(value, found.sample)
 
-    def _copied(self) -> Callable[[Callable[[], bool]], Measured | None]:
+    def _copied(self) -> Measurement | None:
         """Copy the weights, in the worker that applies rounds."""
         driver = self.loop.driver
         return self.meter.copy(evaluated_weights(driver.method, driver.replica))
 
-    async def _measured(
-        self, measure: Callable[[Callable[[], bool]], Measured | None]
-    ) -> Measured | None:
+    async def _measured(self, measure: Measurement) -> Measured | None:
         """Measure in the worker that trains."""
         found: list[Measured | None] = []
 

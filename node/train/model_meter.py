@@ -8,7 +8,7 @@ from farflock.node.model.evaluation import AT_ONCE, HeldOut, copy_of, held_out_l
 from farflock.node.model.generate import generate
 from farflock.node.model.llama import Llama
 from farflock.node.tokens.tokenizer import Tokenizer
-from farflock.node.train.evaluator import Measured
+from farflock.node.train.evaluator import Measured, Measurement
 from farflock.optimizers.method import Tensors
 
 SAMPLE_TOKENS = 48
@@ -16,23 +16,29 @@ SAMPLE_TOKENS = 48
 
 @dataclass(slots=True)
 class ModelMeter:
-    """A meter of the weights of `model`, which is not changed."""
+    """A meter of the weights of `model`, which is not changed. `held_out` gives the text, or None
+    as long as not all of it is here."""
 
     model: Llama
-    held_out: HeldOut
+    held_out: Callable[[], HeldOut | None]
     tokenizer: Tokenizer
 
-    def copy(self, weights: Tensors) -> Callable[[Callable[[], bool]], Measured | None]:
+    def copy(self, weights: Tensors) -> Measurement | None:
         """Return a function that measures a copy of these weights, on the device of the model."""
+        held_out = self.held_out()
+        if held_out is None:
+            return None
         copy = copy_of(self.model, weights)
-        return lambda halted: self._measured(copy, halted)
+        return lambda halted: self._measured(copy, held_out, halted)
 
-    def _measured(self, model: Llama, halted: Callable[[], bool]) -> Measured | None:
-        rows = self.held_out.rows
+    def _measured(
+        self, model: Llama, held_out: HeldOut, halted: Callable[[], bool]
+    ) -> Measured | None:
+        rows = held_out.rows
         x, y = inputs_and_targets(rows)
         each = losses(model, x, y, max(AT_ONCE // x.shape[1], 1), halted)
         if len(each) < len(rows):
             return None
-        found = held_out_loss(each, rows, self.held_out.lengths)
+        found = held_out_loss(each, rows, held_out.lengths)
         sample = generate(model, self.tokenizer, "", SAMPLE_TOKENS)
         return Measured(found.estimate, found.bits_per_byte, sample)

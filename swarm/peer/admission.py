@@ -3,6 +3,8 @@
 Outsiders repeat `Join` to all known members until they are in a view; `Leave` is sent once.
 """
 
+from collections.abc import Callable
+
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS, Join, Leave
 from farflock.swarm.peer.context import PeerContext
@@ -22,7 +24,12 @@ class RecordBook:
     def __init__(self, context: PeerContext) -> None:
         self.records: dict[PeerId, Record] = {}  # of other peers
         self.mine = b""  # this peer's own, sealed, as carried by `Join`
+        self.make: Callable[[], bytes] = lambda: b""  # makes this peer's own, as it is now
         self._context = context
+
+    def renew(self) -> None:
+        """Make this peer's own record again."""
+        self.mine = self.make()
 
     def learn(self, blob: bytes) -> None:
         """Take in a signed record from any source, if it is valid and new."""

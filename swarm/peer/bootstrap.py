@@ -1,25 +1,33 @@
-"""Fetching one chunk before joining: a newcomer needs it to read the run's manifest.
+"""Fetching chunks before joining: a newcomer needs them to read the run's manifest and its data.
 
 It knows the run's id, the chunk's digest and a few members' records, but has no view, stream or
 peer yet.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, NamedTuple
 
 from farflock.swarm.chunk_store import Store
 from farflock.swarm.frame import ProtocolViolation, unpack
 from farflock.swarm.links import Links, PeerId
-from farflock.swarm.messages import Miss, Piece
+from farflock.swarm.messages import DataHeld, Miss, Piece
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.data_holders import DataHolders
 from farflock.swarm.tasks import cancel
 
 
-async def fetch_chunk(
-    links: Links, run: str, digest: bytes, size: int, holders: Sequence[PeerId], timeout_s: float
-) -> bytes | None:
-    """Return the verified chunk of this digest from any holder; None if none delivers in time."""
+class Visitor(NamedTuple):
+    """A visitor's ways to ask: for chunks, and for the holders of data."""
+
+    context: PeerContext
+    data_holders: DataHolders
+
+
+@contextlib.asynccontextmanager
+async def visiting(links: Links, run: str, room_bytes: int) -> AsyncIterator[Visitor]:
+    """Let a peer ask members for chunks while the block runs, with room for so many bytes."""
     tasks: dict[asyncio.Task[None], None] = {}
 
     def spawn(work: Coroutine[Any, Any, None]) -> None:
@@ -27,8 +35,8 @@ async def fetch_chunk(
         tasks[task] = None
         task.add_done_callback(tasks.pop)
 
-    store = Store(budget_bytes=size)
-    context = PeerContext(run, 0, 0, links, store, spawn)
+    context = PeerContext(run, 0, 0, links, Store(room_bytes), spawn)
+    data_holders = DataHolders(context)
 
     async def receive() -> None:
         while True:
@@ -39,10 +47,21 @@ async def fetch_chunk(
                 continue
             if isinstance(frame.message, Piece | Miss):
                 context.chunks.receive(sender, frame.message, frame.body)
+            elif isinstance(frame.message, DataHeld):
+                data_holders.receive(sender, frame.incarnation, frame.message)
 
     spawn(receive())
     try:
-        there = await context.chunks.fetch(digest, size, lambda: holders, "bootstrap", timeout_s)
-        return store.get(digest) if there else None
+        yield Visitor(context, data_holders)
     finally:
         await cancel(*tasks)
+
+
+async def fetch_chunk(
+    links: Links, run: str, digest: bytes, size: int, holders: Sequence[PeerId], timeout_s: float
+) -> bytes | None:
+    """Return the verified chunk of this digest from any holder; None if none delivers in time."""
+    async with visiting(links, run, size) as (context, _):
+        chunks = context.chunks
+        there = await chunks.fetch(digest, size, lambda: holders, "bootstrap", timeout_s)
+        return chunks.store.get(digest) if there else None

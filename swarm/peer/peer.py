@@ -26,6 +26,7 @@ from farflock.swarm.peer.branching import Branching
 from farflock.swarm.peer.calls import Calls
 from farflock.swarm.peer.codec_offers import CodecOffers
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.data_holders import DataHolders
 from farflock.swarm.peer.evaluations import Evaluations
 from farflock.swarm.peer.load_reports import LoadReports
 from farflock.swarm.peer.membership import Membership
@@ -85,13 +86,14 @@ class Peer:
         compute: Compute = inline,
         store_bytes: int = STORE_BYTES,
     ) -> None:
-        self.terms, self._links, self._directory, self._record = terms, links, directory, record
+        self.terms, self._directory = terms, directory
         self.tasks: dict[asyncio.Task[None], None] = {}
         store = Store(store_bytes)
         self.context = PeerContext(
             terms.run, terms.seed, incarnation, links, store, self._spawn, compute
         )
         self.membership = Membership(self.context, identity, terms.view_s)
+        self.membership.book.make = record
         self.rounds = Rounds(self.context)
         self.pairing = Pairing(self.context)
         self.calls = Calls(self.context)
@@ -102,6 +104,7 @@ class Peer:
         self.evaluations = Evaluations(self.context, self.newest)
         self.loads = LoadReports(self.context)
         self.codec_offers = CodecOffers(self.context)
+        self.data_holders = DataHolders(self.context)
         self.snapshots = Snapshots(self.context, self._askable)
         self.branching = Branching(
             self.context,
@@ -121,6 +124,7 @@ class Peer:
         router, snapshots = Router(self.context, self.membership, self.rounds), self.snapshots
         router.add(self.branching.receive, *get_args(messages.BranchMessage))
         router.add(self.calls.receive, *get_args(messages.CallMessage))
+        router.add(self.data_holders.receive, *get_args(messages.DataMessage))
         router.add_exchange(
             lambda sender, _, said: snapshots.receive(sender, said),
             *get_args(messages.SnapshotMessage),
@@ -136,20 +140,20 @@ class Peer:
     @property
     def me(self) -> PeerId:
         """The id of this peer."""
-        return self._links.me
+        return self.context.me
 
     # the run
 
     def found(self) -> None:
         """Start the run: view 0 has this peer as its only member."""
-        self.membership.book.mine = self._record()
+        self.membership.book.renew()
         self.membership.found()
 
     async def meet(self, records: Sequence[bytes], timeout_s: float) -> None:
         """Learn the run's views from these members; raise `TimeoutError` if none answers in time.
 
         A newcomer downloads the state first: a view of members without it could lose it."""
-        self.membership.book.mine = self._record()
+        self.membership.book.renew()
         for blob in records:
             self.membership.book.learn(blob)
         self.membership.admission.watching = True
@@ -283,7 +287,7 @@ class Peer:
 
     async def _receive_loop(self) -> None:
         while True:
-            sender, packed = await self._links.receive()
+            sender, packed = await self.context.links.receive()
             try:
                 frame = unpack(packed)
             except ProtocolViolation as error:
@@ -311,7 +315,7 @@ class Peer:
     async def _announce_loop(self) -> None:
         """Keep this peer's record in the directory, and learn those of others from it."""
         while self._directory is not None:
-            await self._directory.announce(self.terms.run, self._record())
+            await self._directory.announce(self.terms.run, self.membership.book.make())
             for blob in await self._directory.peers(self.terms.run):
                 self.membership.book.learn(blob)
             await asyncio.sleep(ANNOUNCE_EVERY_S)

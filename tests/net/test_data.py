@@ -1,7 +1,9 @@
 """Real processes train on prepared data that each has in a folder of its own."""
 
+import json
 import random
 import shutil
+import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -9,9 +11,9 @@ from itertools import pairwise
 import pytest
 import recorded
 from recorded import hash_of, lives
-from worlds.node_processes import FOREVER, SEQ, SEQUENCES
+from worlds.node_processes import COMMAND, FOREVER, ROOT, SEQ, SEQUENCES
 from worlds.prepared import prepared
-from worlds.waiting import until_real
+from worlds.waiting import output_of, until_real
 
 from farflock.node.data.cursor import BadCursor, read_cursor
 from farflock.node.data.folder import PreparedFolder
@@ -38,7 +40,7 @@ def folders(tmp_path):
     texts.mkdir()
     for number in range(200):
         (texts / f"{number}.txt").write_text(f"text {number} of many, " * 20)
-    content = prepared(texts, tmp_path / "prepared").content
+    content = prepared(texts, tmp_path / "prepared", held_out=0.1).content
     shutil.copytree(content.folder, tmp_path / "copy")
     return content.folder, tmp_path / "copy"
 
@@ -58,19 +60,17 @@ def drawn(node, run, peer, folder):
         return 0  # there is none yet
 
 
-def founded(run, folders):
+def founded(run, folders, **terms):
     """Start a run of two on prepared data; return its founder."""
     run.brake(0.02)
-    manifest = resolve(MANIFEST, prepared=folders[:1])
+    manifest = resolve(MANIFEST | terms, prepared=folders[:1])
     (run.folder / "run.toml").write_bytes(manifest.canonical())
     founder = run.start("founder", "run", run.folder / "run.toml", "--data", folders[0])
     run.invite = founder.reaches(lambda status: status["invite"])["invite"]
     return founder
 
 
-def test_a_killed_volunteer_goes_on_after_its_last_round_and_one_without_the_data_is_refused(
-    run, folders
-):
+def test_a_killed_volunteer_goes_on_after_its_last_round(run, folders):
     founder = founded(run, folders)
     mine = run.join("mine", "--data", folders[1])
     status = mine.comes_in()
@@ -84,10 +84,53 @@ def test_a_killed_volunteer_goes_on_after_its_last_round_and_one_without_the_dat
     again.comes_in()
     until_real(lambda: drawn(again, *who) > before, "another round", again.told)
     again.leaves()
+    founder.leaves()
 
-    code, said = run.join("other").ends()
-    assert code == 3
-    assert "the run trains on prepared data that are not on this machine" in said["error"]
+
+def evaluations(node, by):
+    """The losses that a node knows of a member's evaluations, by round."""
+    found = [event for event in node.events("evaluation") if event["by"] == by]
+    return {event["round"]: event["loss"] for event in found}
+
+
+def test_a_volunteer_with_an_empty_disk_trains_and_evaluates_and_a_visitor_sees_the_data(
+    run, folders, monkeypatch, nursery
+):
+    home = run.folder / "home"
+    monkeypatch.setenv("FARFLOCK_HOME", str(home))
+    founder = founded(run, folders, evaluation={"every": 1, "sequences": 16})
+    mine = run.join("mine")
+    status = mine.comes_in()
+    who = status["run"], status["peer"], folders[0]
+    until_real(lambda: drawn(mine, *who) >= 16, "two rounds", mine.told)
+    content = PreparedFolder(folders[0])
+    names = {
+        split: {content.place(split, n).digest.hex() for n in range(content.shards(split))}
+        for split in ("train", "held-out")
+    }
+    by = status["peer"]
+
+    def known():
+        return evaluations(mine, by).keys() & evaluations(founder, by).keys()
+
+    until_real(lambda: len(known()) >= 2, "two of its evaluations at both", mine.told)
+    for number in known():
+        assert evaluations(mine, by)[number] == evaluations(founder, by)[number]
+    seen = mine.reaches(lambda status: status["evaluation"])
+    assert not seen["evaluation"]["difference"], "both measured the same text"
+    assert not seen["data"]["held_out_missing"]
+    fetched = {path.name for path in (home / "data" / "shards").glob("*/*")}
+    assert fetched & names["train"]
+    assert fetched >= names["held-out"]
+    assert (home / "data" / "index" / content.root).is_file()
+
+    words = [*COMMAND, "data", "show", run.invite, "--json"]
+    said = output_of(nursery.popen(words, cwd=ROOT, stdout=subprocess.PIPE), "the visitor")
+    shown = json.loads(said.splitlines()[-1])
+    assert [source["root"] for source in shown["sources"]] == [content.root]
+    assert len(shown["samples"]) == 5
+    assert all(" of many, text " in sample["text"] for sample in shown["samples"])
+    mine.leaves()
     founder.leaves()
 
 

@@ -1,4 +1,5 @@
-"""One node at a time on the simulated network: whole participants without processes."""
+"""One node at a time on the simulated network: whole participants without processes. And texts to
+prepare, with small shards and files, so that few texts make many."""
 
 import asyncio
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 from farflock.node.assembly.node import replica_node
+from farflock.node.data import folder, index, shard_writer
 from farflock.node.data.samples import text_in_memory
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
@@ -87,3 +89,26 @@ def text():
 def bench():
     """The class `Bench`."""
     return Bench
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Shards of 1 kB in files of 4 kB, which nobody waits for."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    for module in (index, shard_writer):
+        monkeypatch.setattr(module, "MAX_SHARD_BYTES", 1000)
+    for module in (folder, shard_writer):
+        monkeypatch.setattr(module, "MAX_TOKEN_FILE_BYTES", 4000)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder of texts: 60 files, each of a few words, and lines of JSON."""
+    place = tmp_path / "texts"
+    place.mkdir()
+    for number in range(60):
+        words = " ".join(f"word{number * step}" for step in range(1, 12))
+        (place / f"{number:02}.txt").write_text(f"text {number}: {words}\n")
+    lines = (f'{{"text": "line {number} of many"}}\n' for number in range(40))
+    (place / "lines.jsonl").write_text("".join(lines))
+    return place

@@ -1,21 +1,26 @@
 """`farflock data`: turn texts into data to train on, and look at such data."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from farflock.node.cli.output import Output
+from farflock.node.cli.output import Output, conclude
 from farflock.node.errors import Terminated, Usage
 
 if TYPE_CHECKING:
     from farflock.node.data.folder import PreparedFolder
     from farflock.node.data.prepare import Preparation
+    from farflock.node.data.shard_table import ShardTable
     from farflock.node.data.sources import FoundFiles
+    from farflock.node.run.manifest import Manifest
     from farflock.node.tokens.tokenizer import Tokenizer
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_INVITE = "farflock:"
+LOOK_TIMEOUT_S = 30.0
 _RESUMES = "what was done so far is in {}; the same command goes on from there"
 
 
@@ -181,22 +186,109 @@ def index_command(
 
 
 @command.command("show")
-@click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
+@click.argument("what", metavar="FOLDER|INVITE")
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Draws the documents that are shown.",
+)
 @click.option("--verify", is_flag=True, help="Read all shards, and compare them with their hashes.")
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
-def show_command(folder: Path, verify: bool, as_json: bool) -> None:
-    """Show what a FOLDER of prepared data has."""
+def show_command(what: str, seed: int, verify: bool, as_json: bool) -> int:
+    """Show what a FOLDER of prepared data has, with the beginning of a few documents.
+
+    With INVITE, show the data of that run instead, without joining it. The list of their shards
+    comes from its members, and so do those with the documents that are shown.
+    """
     from farflock.node.data.folder import PreparedFolder
     from farflock.node.data.index import SPLITS
 
-    out, content = Output(as_json), PreparedFolder(folder)
+    out = Output(as_json)
+    if what.startswith(_INVITE):
+        return _show_run(out, what, seed)
+    content = PreparedFolder(Path(what))
     if verify:
         shards = [(split, place) for split in SPLITS for place in range(content.shards(split))]
         with out.progress("verifying") as progress:
             for done, (split, place) in enumerate(shards, 1):
                 content.read(split, place)
                 progress(done / len(shards))
-    _show(out, content, {})
+    _show(out, content, {}, _documents_of(content, seed))
+    return 0
+
+
+def _documents_of(content: "PreparedFolder", seed: int) -> list[str]:
+    """Return the beginning of a few documents of a folder."""
+    from farflock.node.data.excerpts import EXCERPTS, document_around, drawn_places, shown
+
+    index, tokenizer = content.index, _tokenizer_of(content)
+    found = list[str]()
+    for place in drawn_places([content.sizes("train")], seed, EXCERPTS):
+        tokens = content.read("train", place.shard)
+        document = document_around(tokens, index.end_of_text, place.token)
+        found.append(shown(tokenizer.decode(document.tolist())))
+    return found
+
+
+def _tokenizer_of(content: "PreparedFolder") -> "Tokenizer":
+    """Return the tokenizer with which a folder was prepared."""
+    from farflock.node.data.index import TOKENIZER_NAME
+    from farflock.node.tokens.json_tokenizer import JsonTokenizer, read_definition
+    from farflock.node.tokens.tokenizer import ByteTokenizer
+
+    if content.index.tokenizer is None:
+        return ByteTokenizer()
+    raw = read_definition(content.folder / TOKENIZER_NAME)
+    return JsonTokenizer(raw, content.index.end_of_text)
+
+
+def _show_run(out: Output, word: str, seed: int) -> int:
+    """Print the sizes of the prepared data of a run, and a few documents."""
+    import time
+
+    import msgspec
+
+    from farflock.node.process.inspect_run import look_at_data
+    from farflock.node.process.network import MachineOptions
+    from farflock.node.process.signals import GracefulStop, run_until_asked
+    from farflock.node.run.invite import parse
+    from farflock.node.state.paths import RunFolder
+
+    invite, ending = parse(word, time.time()), GracefulStop()
+    machine = MachineOptions(RunFolder.at(None))
+    found = run_until_asked(ending, lambda: look_at_data(machine, invite, LOOK_TIMEOUT_S, seed))
+    if found is None:
+        return conclude(out, None, ending.asked)
+    manifest, data, excerpts = found
+    if data is None:
+        corpus = {"corpus": manifest.data.corpus, "sha256": manifest.data.sha256}
+        text = f"run {invite.run} trains on the corpus {manifest.data.corpus}"
+        out.result({"run": invite.run, **corpus}, text)
+        return 0
+    sources = [_source(local.table, manifest) for local in data.shards]
+    rows = [list(each.values()) for each in sources]
+    rows = [[f"{root:.16}…", f"{share:.1%}", *counts] for root, share, *counts in rows]
+    out.table(("source", "of samples", "shards", "tokens", "documents", "held-out tokens"), rows)
+    for each in excerpts:
+        out.line(f"- {each.text or f'no member sent the shard {each.shard:.16}…'}")
+    facts = {"run": invite.run, "sources": sources, "samples": msgspec.to_builtins(excerpts)}
+    out.result(facts, f"run {invite.run}: {manifest.run.name}")
+    return 0
+
+
+def _source(table: "ShardTable", manifest: "Manifest") -> dict[str, Any]:
+    """Return the sizes of one source of a run's data, and its share of the samples."""
+    weights = manifest.data.weights
+    share = weights[table.root] / sum(weights.values())
+    train, held_out = table.index.totals("train"), table.index.totals("held-out")
+    return {
+        "root": table.root,
+        "share": share,
+        **train._asdict(),
+        "held_out_tokens": held_out.tokens,
+    }
 
 
 def _terms(
@@ -204,18 +296,16 @@ def _terms(
 ) -> "tuple[Tokenizer, float]":
     """Return the tokenizer and the held-out share: those of the folder if one is added to."""
     from farflock.node.data.folder import PreparedFolder
-    from farflock.node.data.index import TOKENIZER_NAME
     from farflock.node.data.prepare import HELD_OUT
-    from farflock.node.tokens.json_tokenizer import JsonTokenizer, read_definition, read_tokenizer
+    from farflock.node.tokens.json_tokenizer import read_tokenizer
     from farflock.node.tokens.tokenizer import BYTES
 
     share = HELD_OUT
     if add and target.exists():
-        index = PreparedFolder(target).index
-        share = index.held_out
-        if named is None and index.tokenizer is not None:
-            raw = read_definition(target / TOKENIZER_NAME)
-            return JsonTokenizer(raw, index.end_of_text), share if held_out is None else held_out
+        content = PreparedFolder(target)
+        share = content.index.held_out
+        if named is None and content.index.tokenizer is not None:
+            return _tokenizer_of(content), share if held_out is None else held_out
     return read_tokenizer(named or BYTES, end_of_text), share if held_out is None else held_out
 
 
@@ -232,8 +322,10 @@ def _tell_resumed(out: Output, preparation: "Preparation") -> None:
         out.line(_RESUMES.format(preparation.partial))
 
 
-def _show(out: Output, content: "PreparedFolder", counted: dict[str, int]) -> None:
-    """Print the sizes of prepared data, and their root."""
+def _show(
+    out: Output, content: "PreparedFolder", counted: dict[str, int], documents: Sequence[str] = ()
+) -> None:
+    """Print the sizes of prepared data, the beginning of a few documents, and their root."""
     index = content.index
     train, held_out = index.totals("train"), index.totals("held-out")
     facts = {
@@ -249,9 +341,12 @@ def _show(out: Output, content: "PreparedFolder", counted: dict[str, int]) -> No
         "tokenizer": index.tokenizer.hash if index.tokenizer else "bytes",
         "parts": len(index.parts),
         **counted,
+        **({"samples": documents} if documents else {}),
     }
     rows = [("to train on", *train), ("held out", *held_out)]
     out.table(("", *train._fields), rows)
+    for text in documents:
+        out.line(f"- {text}")
     more = "".join(f", {count:,} {name}" for name, count in counted.items())
     out.result(
         facts,

@@ -11,6 +11,8 @@ import click
 from farflock.swarm.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
+    from farflock.node.data.shard_table import ShardTable
+    from farflock.node.process.network import MachineOptions
     from farflock.node.run.manifest import Manifest
     from farflock.node.train.run_size import StreamSize
 
@@ -148,6 +150,34 @@ def _stream_facts(stream: "StreamSize", line: Line) -> dict[str, Any]:
 
 
 COLUMNS = ("stream", "kind", "values", "shards", "a round", "on this line", "every", "an hour")
+
+
+def data_facts(tables: "Sequence[ShardTable]") -> dict[str, Any]:
+    """Return the sizes of a run's prepared data."""
+    return {
+        "roots": [table.root for table in tables],
+        "tokens": sum(table.all_tokens for table in tables),
+        "shards": sum(map(len, tables)),
+        "bytes": sum(table.all_tokens * table.index.token_type.itemsize for table in tables),
+        "first_bytes": sum(max(map(table.size, range(table.train))) for table in tables),
+    }
+
+
+def data_text(facts: dict[str, Any] | None, machine: "MachineOptions") -> str:
+    """Return a line on prepared data; nothing for a run on a corpus."""
+    if facts is None:
+        return ""
+    head = (
+        f"\ndata       {facts['tokens']:,} tokens in {facts['shards']:,} shards,"
+        f" {_bytes(facts['bytes'])}"
+    )
+    if machine.data:
+        return f"{head}; read in place"
+    return (
+        f"{head}; {_bytes(facts['first_bytes'])} are fetched before the first step, and then what"
+        f" is read, of which {_bytes(min(facts['bytes'], machine.data_cache))} stay on the disk"
+        " (--data-cache)"
+    )
 
 
 def size_text(facts: dict[str, Any]) -> str:

@@ -7,6 +7,8 @@ import click
 
 from farflock.node.cli.commands.dry_run import (
     Line,
+    data_facts,
+    data_text,
     members_of,
     size_facts,
     size_options,
@@ -100,13 +102,14 @@ def _look(
     assumed: tuple[int | None, float, float],
 ) -> int:
     """Print what a joiner would train, as the run's members tell a throwaway identity."""
-    from farflock.node.process.inspect_run import fetch_manifest
+    from farflock.node.process.inspect_run import fetch_plan
     from farflock.node.process.signals import GracefulStop, run_until_asked
 
     ending = GracefulStop()
-    manifest = run_until_asked(ending, lambda: fetch_manifest(machine, invited, LOOK_TIMEOUT_S))
-    if manifest is None:
+    found = run_until_asked(ending, lambda: fetch_plan(machine, invited, LOOK_TIMEOUT_S))
+    if found is None:
         return conclude(out, None, ending.asked)
+    manifest, data = found
     peers, uplink, step_s = assumed
     text = manifest.canonical().decode()
     sizes = size_facts(manifest, Line(peers or members_of(manifest), uplink, step_s))
@@ -117,10 +120,11 @@ def _look(
         "manifest": text,
         "hash": manifest.hash(),
         **sizes,
+        "data": None if data is None else data_facts([each.table for each in data.shards]),
     }
     out.result(
         facts,
         f"{text}\nrun {invited.run}, started by {invited.founder}\n"
-        f"hash {manifest.hash()}\n\n{size_text(sizes)}",
+        f"hash {manifest.hash()}\n\n{size_text(sizes)}{data_text(facts['data'], machine)}",
     )
     return 0

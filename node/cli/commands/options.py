@@ -163,6 +163,15 @@ _MACHINE = (
     ),
     data_option,
     click.option(
+        "--data-cache",
+        default="20GB",
+        show_default=True,
+        metavar="SIZE",
+        callback=size_in_bytes,
+        help="Room for the shards of prepared data that come from other members; what training"
+        " needs next may exceed it.",
+    ),
+    click.option(
         "--checkpoint-every",
         type=click.FloatRange(1, 86400),
         default=600.0,
@@ -278,6 +287,7 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         role=options["role"],
         outer=options["outer"],
         data=options["data"],
+        data_cache=options["data_cache"],
         device=device,
         step_options=StepOptions(
             options["checkpointing"],

@@ -8,6 +8,8 @@ import click
 
 from farflock.node.cli.commands.dry_run import (
     Line,
+    data_facts,
+    data_text,
     members_of,
     size_facts,
     size_options,
@@ -67,16 +69,21 @@ def command(
     out = Output(as_json)
     described, folder = load(manifest, assignments, data), model_folder(manifest, assignments)
     if dry_run:
+        from farflock.node.data.folder import PreparedFolder
+        from farflock.node.data.local_shards import table_of
         from farflock.node.model.weights_folder import WeightsFolder
 
+        placed = machine_of({**machine, "data": data})
         line = Line(peers or members_of(described), uplink, step_s)
         shape = described.model.shape
         stored = None if folder is None else WeightsFolder(folder, shape).stored_bytes
         facts = size_facts(described, line, stored)
+        tables = [table_of(PreparedFolder(each)) for each in data]
+        sizes = data_facts(tables) if described.data.weights else None
         text = described.canonical().decode()
         out.result(
-            {"manifest": text, "hash": described.hash(), **facts},
-            f"{text}\nhash {described.hash()}\n\n{size_text(facts)}",
+            {"manifest": text, "hash": described.hash(), **facts, "data": sizes},
+            f"{text}\nhash {described.hash()}\n\n{size_text(facts)}{data_text(sizes, placed)}",
         )
         return 0
     from farflock.node.cli.commands.training import train

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from farflock.node.cli import words
 from farflock.node.cli.output import Output, conclude
 from farflock.node.errors import Failure
 from farflock.node.process.status import Status, is_node, read_status
@@ -125,6 +126,10 @@ def _text(status: Status, lives: bool) -> str:
     ]
     if status.evaluation is not None:
         lines += status.evaluation.lines()
+    if status.data is not None:
+        lines += [f"data: {words.data(status.data)}", f"data: {words.copies(status.data)}"]
+        if status.data.waits_for:
+            lines.append(f"waits for {status.data.waits_for}")
     if status.exchanges:
         lines.append(f"outer state and exchanges: {status.exchanges}")
     if status.branch is not None:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from farflock.node.model.batches_ahead import BatchesAhead, is_ready
 from farflock.node.model.data import Batches
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Version, Visit
@@ -235,7 +236,7 @@ class MicrobatchSource:
 
     def __init__(
         self,
-        batches: Batches,
+        batches: Batches | BatchesAhead,
         edges: Edges,
         policy: PathPolicy,
         lane: int = 0,
@@ -254,6 +255,10 @@ class MicrobatchSource:
         if lowest > self._uncounted:
             self._uncounted = lowest
             self.counted(lowest % NUMBERS)
+
+    def is_ready(self) -> bool:
+        """Return whether the next microbatch can be drawn without waiting for its samples."""
+        return is_ready(self._batches, self._next % NUMBERS)
 
     @property
     def begun(self) -> int:

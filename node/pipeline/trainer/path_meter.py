@@ -9,7 +9,7 @@ Shapes: N sequences, B sequences of a microbatch, L positions."""
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -68,15 +68,15 @@ class _Stand:
 
 
 class PathMeter:
-    """Measures held-out sequences of L tokens through servers. At most `together` microbatches are
-    under way at once."""
+    """Measures held-out sequences of L tokens through servers; `held_out` returns them, or None as
+    long as not all of them are here. At most `together` microbatches are under way at once."""
 
     def __init__(
         self,
         client: StageClient,
         stage_directory: StageDirectory,
         codecs: EdgeCodecs,
-        held_out: HeldOut,
+        held_out: Callable[[], HeldOut | None],
         together: int,
     ) -> None:
         self._client, self._stage_directory, self._codecs = client, stage_directory, codecs
@@ -85,23 +85,25 @@ class PathMeter:
     async def measure(self) -> HeldOutLoss | None:
         """Return the mean loss, which is NaN where a stage's output is not finite; say why and
         return None if the servers do not give it."""
+        held_out = self._held_out()
+        if held_out is None:
+            _give_up("the held-out text is still on its way here")
+            return None
         room = asyncio.Semaphore(self._together)
-        batches = enumerate(_microbatches(self._held_out, self._codecs.edges.batch))
+        batches = enumerate(_microbatches(held_out, self._codecs.edges.batch))
         walks = [asyncio.ensure_future(self._losses(room, *batch)) for batch in batches]
         try:
             async with asyncio.timeout(MEASURE_TIMEOUT_S):
                 losses = torch.cat(await asyncio.gather(*walks))
         except _NotMeasured as reason:
-            log.warning("this node was drawn to evaluate the run, and gives it up: %s", reason)
+            _give_up(reason)
             return None
         except TimeoutError:
-            took_s = f"it has taken {MEASURE_TIMEOUT_S:.0f} s"
-            log.warning("this node was drawn to evaluate the run, and gives it up: %s", took_s)
+            _give_up(f"it has taken {MEASURE_TIMEOUT_S:.0f} s")
             return None
         finally:
             await cancel(*walks)
-        rows = self._held_out.rows
-        return held_out_loss(losses[: len(rows)], rows, self._held_out.lengths)
+        return held_out_loss(losses[: len(held_out.rows)], held_out.rows, held_out.lengths)
 
     async def _losses(
         self, room: asyncio.Semaphore, number: int, batch: tuple[Tensor, Tensor]
@@ -197,6 +199,10 @@ class PathMeter:
         stand.overflows |= isinstance(asked.answer, NotFinite)
         if not isinstance(asked.answer, Busy):
             stand.useless.add(server.peer)
+
+
+def _give_up(why: object) -> None:
+    log.warning("this node was drawn to evaluate the run, and gives it up: %s", why)
 
 
 def _microbatches(held_out: HeldOut, batch: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -152,6 +152,7 @@ class Trainer:
             and len(self._flights) < self._terms.kept
             and self._allowance.has_room(self.commits.ledger.uncommitted, _now())
             and self.may_begin()
+            and self.source.is_ready()
         ):
             flight = self.source.draw(self._stage_directory.epoch)
             self._flights[flight.number] = flight

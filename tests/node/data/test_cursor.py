@@ -14,7 +14,8 @@ from farflock.node.data.cursor import (
 )
 
 NAME = b"8 bytes."
-places = st.builds(SourcePlace, *(st.integers(0, 2**32 - 1) for _ in range(3)))
+SIZES = (2**24, 2**32, 2**24, 2**8, 2**8)
+places = st.builds(SourcePlace, *(st.integers(0, size - 1) for size in SIZES))
 cursors = st.builds(
     Cursor,
     st.just(NAME),

@@ -73,6 +73,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
         manifest=SimpleNamespace(
             run=SimpleNamespace(total_tokens=1000), exchange=SimpleNamespace(view_s=30.0)
         ),
+        data=None,
         journal=SimpleNamespace(rounds={"ok": 4}, last_round=3),
         worker=SimpleNamespace(busy_s=0.0),
         awaited=lambda: awaited,

@@ -59,6 +59,25 @@ async def test_the_weights_before_the_first_step_are_evaluated_and_known_with_ro
     assert node.evaluator.watch.newest[1].round >= 8
 
 
+def test_a_node_without_the_text_passes_its_turns_in_words_and_the_run_goes_on(caplog):
+    @evaluated(2)
+    async def main(run):
+        waiting, other = run.nodes
+        measured, waiting.meter.copy = waiting.meter.copy, lambda weights: None
+        before = set(other.known)
+        await asyncio.sleep(120)
+        said = [record.getMessage() for record in caplog.records if "passes its turn" in record.msg]
+        assert len(said) > 1
+        assert {peer for _, peer in other.known.keys() - before} == {other.id}
+        waiting.meter.copy = measured
+        passed = set(other.known)
+        await until(
+            lambda: waiting.id in {peer for _, peer in other.known.keys() - passed}, 100, "its own"
+        )
+
+    main()
+
+
 def test_a_liar_is_seen_with_both_names_when_a_second_member_was_drawn(monkeypatch, caplog):
     monkeypatch.setattr(evaluation_lot, "REPEATED", 1)
 

@@ -34,7 +34,9 @@ def test_other_weights_are_measured_as_the_model_with_them_and_the_model_stays_a
 ):
     other = build(PRESETS["tiny"], 4)
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    measure = ModelMeter(model, held_out, ByteTokenizer()).copy(dict(other.named_parameters()))
+    measure = ModelMeter(model, lambda: held_out, ByteTokenizer()).copy(
+        dict(other.named_parameters())
+    )
     expected = evaluate(other, *inputs_and_targets(held_out.rows))
     with torch.no_grad():
         for parameter in other.parameters():  # rounds go on meanwhile
@@ -55,6 +57,10 @@ def test_parameters_that_no_method_has_are_those_of_the_model(model):
     )
 
 
+def test_nothing_is_copied_before_the_text_is_here(model):
+    assert ModelMeter(model, lambda: None, ByteTokenizer()).copy({}) is None
+
+
 def test_it_stops_when_it_is_told_to(model, held_out):
-    measure = ModelMeter(model, held_out, ByteTokenizer()).copy({})
+    measure = ModelMeter(model, lambda: held_out, ByteTokenizer()).copy({})
     assert measure(lambda: True) is None

@@ -112,6 +112,11 @@ def test_show_tells_what_a_folder_has_and_verifies_it(farflock, texts, tmp_path)
     assert code == 0
     assert out.splitlines()[-1] == f"root {root}"
     assert "to train on" in out
+    assert sum(line.startswith("- the text of number") for line in out.splitlines()) == 5
+    _, again, _ = farflock("data", "show", tmp_path / "out")
+    assert again == out
+    _, other, _ = farflock("data", "show", tmp_path / "out", "--seed", "1", "--json")
+    assert facts(other)["samples"] != [line[2:] for line in out.splitlines() if line[0] == "-"]
     (file,) = (tmp_path / "out" / "tokens").glob("*train*")
     file.write_bytes(b"?" + file.read_bytes()[1:])
     code, _, err = farflock("data", "show", tmp_path / "out", "--verify")

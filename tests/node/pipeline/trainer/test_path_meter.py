@@ -37,7 +37,9 @@ def measured(world, count=COUNT, together=2):
 
     async def main():
         client = world.trainer.client
-        meter = PathMeter(client, world, EdgeCodecs(world.edges, world.of), held_out, together)
+        meter = PathMeter(
+            client, world, EdgeCodecs(world.edges, world.of), lambda: held_out, together
+        )
         found = await meter.measure()
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return found

@@ -1,0 +1,176 @@
+"""A run's prepared data on this machine: in folders in place, in the cache, or on their way."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from farflock.node.assembly.held_out_rows import HeldOutRows
+from farflock.node.data.coming_shards import FetchedShards
+from farflock.node.data.folder import PreparedFolder
+from farflock.node.data.local_shards import LocalShards, table_of
+from farflock.node.data.samples import Text
+from farflock.node.data.shard_cache import ShardCache
+from farflock.node.data.shard_table import ShardTable
+from farflock.node.errors import RefusedByRun
+from farflock.node.process.data_copies import Copies
+from farflock.node.process.data_index import fetch_table
+from farflock.node.process.data_supply import DataSupply
+from farflock.node.process.held_out_supply import HeldOutSupply
+from farflock.node.process.network import MachineOptions
+from farflock.node.process.status import DataStatus
+from farflock.node.run.data_section import DataSection
+from farflock.node.state.paths import home
+from farflock.swarm.compute import Worker
+from farflock.swarm.links import Links, PeerId
+from farflock.swarm.peer.peer import Peer
+from farflock.swarm.tasks import cancel
+
+
+class RunData:
+    """The sources of a run's data, in the manifest's order, and the weight of each."""
+
+    def __init__(
+        self, shards: Sequence[LocalShards], weights: Sequence[float], copies: int
+    ) -> None:
+        self.shards, self._weights, self._copies = tuple(shards), tuple(weights), copies
+        self.sources = tuple(map(FetchedShards, shards))
+        self.supply: DataSupply | None = None
+        self.copies: Copies | None = None
+        self.held_out: HeldOutRows | None = None
+
+    def text(self) -> Text:
+        """Return the shards to train on, which are read when they are needed."""
+        return Text(self.sources, self._weights)
+
+    def hold_out(self, seq: int, sequences: int) -> HeldOutRows:
+        """Return the sequences that the run is evaluated on, as far as their shards are here. Raise
+        `BadData` if there is too little text, and `BadIndex` if a shard is damaged."""
+        rows = HeldOutRows([each.table for each in self.shards], seq, sequences)
+        for shard in list(rows.missing):
+            local = self.shards[shard.source]
+            tokens = local.tokens(shard.number) if local.has(shard.number) else None
+            if tokens is not None:
+                rows.take(shard, tokens)
+        self.held_out = rows
+        return rows
+
+    def status(self, peer: Peer) -> DataStatus:
+        """Return what is here, and what has come and gone."""
+        tables = [each.table for each in self.shards]
+        counts = [source.counts for source in self.sources]
+        return DataStatus(
+            roots=tuple(table.root for table in tables),
+            tokens=sum(table.all_tokens for table in tables),
+            shards=sum(map(len, tables)),
+            here=sum(each.count for each in self.shards),
+            seen=sum(len(source.seen) for source in self.sources),
+            fetched_bytes=peer.data_holders.fetched_bytes,
+            sent_bytes=peer.context.chunks.lending.sent_bytes,
+            late=sum(each.late for each in counts),
+            skipped=sum(each.skipped for each in counts),
+            skipped_tokens=sum(each.skipped_tokens for each in counts),
+            copies=0 if self.copies is None else self.copies.fewest,
+            wanted=self._copies,
+            held_out_missing=0 if self.held_out is None else len(self.held_out.missing),
+            waits_for=next((each.waits_for for each in self.sources if each.waits_for), ""),
+        )
+
+    def stop_with(self, stopping: Callable[[], bool]) -> None:
+        """Let nothing be waited for once the node stops."""
+        for source in self.sources:
+            source.stops = stopping
+
+    @contextlib.asynccontextmanager
+    async def travelling(
+        self, peer: Peer, known: Sequence[PeerId], founder: PeerId, *, evaluates: bool
+    ) -> AsyncIterator[None]:
+        """Lend what is here, and fetch what is about to be read, while the block runs, and what the
+        run is evaluated on if this peer does so; `known` are members to ask before this peer knows
+        a view."""
+        lending = peer.context.chunks.lending.lenders
+        for each in self.shards:
+            lending[each.root] = each
+        self.supply = DataSupply(
+            self.sources, peer.data_holders, partial(members_of, peer, known), Worker("data")
+        )
+        me = None if peer.me == founder else peer.me
+
+        def others() -> Sequence[PeerId]:
+            return [each for each in members_of(peer, ()) if each != founder]
+
+        self.copies = Copies(
+            self.supply, peer.data_holders, others, me, self._copies, Worker("copies")
+        )
+        async with self.supply.running():
+            tasks = [asyncio.create_task(self.copies.run())]
+            if not evaluates:
+                self.held_out = None
+            elif self.held_out is not None:
+                bringing = HeldOutSupply(self.supply, self.held_out)
+                tasks.append(asyncio.create_task(bringing.run()))
+            try:
+                yield
+            finally:
+                await cancel(*tasks)
+
+
+def members_of(peer: Peer, known: Sequence[PeerId]) -> Sequence[PeerId]:
+    """Return the other members that may be asked: of the newest view, or else those known."""
+    chain = peer.context.chain
+    peers = known if chain is None else chain.newest.peers
+    return [each for each in peers if each != peer.me and peer.context.life(each) not in ("dead",)]
+
+
+async def data_in_place(data: DataSection, machine: MachineOptions) -> RunData | None:
+    """Return the prepared data that a founder has in folders; None for a run on a corpus. Raise
+    `RefusedByRun` if one is missing."""
+    return await _gathered(data, machine, _missing)
+
+
+async def fetch_data(
+    links: Links, run: str, data: DataSection, members: Sequence[PeerId], machine: MachineOptions
+) -> RunData | None:
+    """Return the prepared data of a run that this machine joins, whose index comes from members
+    where no folder has it; None for a run on a corpus. Raise `RefusedByRun` if nobody sends it."""
+    if machine.ranks is not None:  # their followers read folders
+        return await data_in_place(data, machine)
+
+    async def fetched(root: str, cache: ShardCache) -> ShardTable:
+        return await fetch_table(links, run, root, members, cache)
+
+    return await _gathered(data, machine, fetched)
+
+
+async def _missing(root: str, cache: ShardCache) -> ShardTable:
+    raise RefusedByRun(
+        "the run trains on prepared data that are not on this machine",
+        f"no folder here has the root {root[:16]}…",
+        "copy that folder from the run's founder, and name it with --data",
+    )
+
+
+async def _gathered(
+    data: DataSection,
+    machine: MachineOptions,
+    absent: Callable[[str, ShardCache], Coroutine[Any, Any, ShardTable]],
+) -> RunData | None:
+    """Return a run's data; `absent` gives the shards of a root that no folder has."""
+    if not data.weights:
+        return None
+    files = Worker("data")
+    folders = await files(lambda: {each.root: each for each in map(PreparedFolder, machine.data)})
+    cache = await files(lambda: ShardCache(home() / "data", machine.data_cache))
+    found = list[LocalShards]()
+    for root in data.weights:
+        folder = folders.get(root)
+        table = table_of(folder) if folder is not None else await absent(root, cache)
+        if table.index.vocabulary != data.tokens:
+            raise RefusedByRun(
+                "the run's data are not what its manifest says",
+                f"they have {table.index.vocabulary} tokens instead of {data.tokens}",
+                "tell the run's founder",
+            )
+        found.append(LocalShards(table, cache, folder, files))
+    return RunData(found, tuple(data.weights.values()), data.copies or 0)
