@@ -15,7 +15,7 @@ from farflock.node.model.evaluation import HeldOut, measure
 from farflock.node.model.llama import build
 from farflock.node.pipeline.passes.requests import HeldOutForward
 from farflock.node.run.terms import Asynchronous, ServerTerms, TrainerTerms
-from farflock.node.simulate.pipeline import PeerRole, PipelineWorld, identity_of, parts
+from farflock.node.simulate.pipeline import PeerRole, PipelineWorld, parts
 from farflock.optimizers.parts.stateful import evaluated_weights
 from farflock.swarm.roles import EVERY
 
@@ -94,13 +94,8 @@ def test_members_measure_the_loss_of_the_joined_model_and_all_know_the_same_valu
     assert rounds == list(range(0, len(rounds) * INTERVAL, INTERVAL)), "one is missed, or repeated"
     assert len(rounds) >= 2
     wanted = joined_loss(one)
-    able = {
-        identity_of(one.plan, number).peer
-        for number, part in enumerate(who)
-        if part.stage in (-1, EVERY) or who is BOTH or who == parts(3, 2, 1)
-    }
-    for (_, peer), value in first.items():
-        assert peer in able or not able
+    for (number, peer), value in first.items():
+        assert peer in one.sim.nodes[0].peer.evaluations.drawn(number)
         assert value.loss == pytest.approx(wanted.estimate.mean, rel=1e-6)
         assert value.standard_error == pytest.approx(wanted.estimate.standard_error, rel=1e-5)
         assert value.bits_per_byte == pytest.approx(value.loss / math.log(2) / BYTES, rel=1e-6)
