@@ -45,7 +45,7 @@ def prepared_corpus(corpus: Corpus, tokenizer: Tokenizer) -> PreparedFolder:
     except OSError as error:
         raise Failure(
             f"the corpus {corpus.name} cannot be prepared in {cache}",
-            str(error.strerror),
+            str(error.strerror).lower(),
             "free some space, or name another folder by FARFLOCK_HOME",
         ) from None
 

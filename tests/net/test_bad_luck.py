@@ -1,5 +1,6 @@
 """A fault around a node ends it with one sentence and its exit code; its files stay intact."""
 
+import contextlib
 import json
 import os
 import resource
@@ -280,13 +281,25 @@ def test_a_disk_that_is_too_small_for_the_checkpoint_says_so_and_keeps_no_part_o
     assert not list((small / "a" / "checkpoints").iterdir())
 
 
-def test_files_that_must_not_grow_are_like_a_full_disk(outcome, manifest, tmp_path):
+@contextlib.contextmanager
+def small_files():
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
     try:
-        code, sentence = outcome("run", manifest, "--folder", tmp_path / "a")
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_files_that_must_not_grow_are_like_a_full_disk(outcome, manifest, tmp_path):
+    with small_files():
+        code, sentence = outcome("run", manifest, "--folder", tmp_path / "a")
+    assert code == 1
+    assert "cannot be prepared in" in sentence
+    assert "file too large; free some space" in sentence
+    assert outcome("run", manifest, "--folder", tmp_path / "b")[0] == 0
+    with small_files():
+        code, sentence = outcome("run", manifest, "--folder", tmp_path / "a")
     assert code == 1
     assert "no room on the disk" in sentence or "history in" in sentence
     assert not list(tmp_path.glob("a/checkpoints/*"))
