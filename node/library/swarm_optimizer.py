@@ -6,20 +6,21 @@ one background thread. `step` returns once the driver has nothing to apply or to
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsIndex
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from farflock.node.errors import Usage
 from farflock.node.library.loop_measures import LoopMeasures, RoundReport
+from farflock.node.library.model_check import require_trainable
+from farflock.node.library.parameter_watch import ParameterWatch
 from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest, OptimizerNode
+from farflock.node.library.remembered import recall, remember
 from farflock.node.model.device import Device, lacks_for_outer
 from farflock.node.model.ranks import LEADER
 from farflock.node.model.replica import OnDevice, PlainReplica, Storage, in_memory
@@ -27,9 +28,8 @@ from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
 from farflock.node.run.user_terms import fingerprint, founded, wish
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
-from farflock.node.train.driver import Pending, RunPosition
 from farflock.node.train.ending import drain
-from farflock.optimizers.method import ExchangeKey, Method, RandomGroups, Result
+from farflock.optimizers.method import Method
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.layers import is_numbered, layers_of
 from farflock.optimizers.parts.portable_inner import make_portable
@@ -43,17 +43,6 @@ InnerSpec = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 MEMBERS_TIMEOUT_S = 600.0
 DRAIN_S = 5.0
-
-
-class Remembered(msgspec.Struct, frozen=True):
-    """The swarm's part of a state dict, without its tensors; `pending` are (stream, round) keys."""
-
-    step: int
-    place: RunPosition
-    pending: list[tuple[str, int]]
-
-
-TENSORS = ("method", "owed")  # its other keys
 
 
 class SwarmOptimizer(torch.optim.Optimizer):
@@ -105,6 +94,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         outer_state: Literal["host", "disk", "device"] = "host",
         **options: Any,  # noqa: ANN401 - the method's constructor checks them
     ) -> None:
+        require_trainable(model)
         self._inner = inner_optimizer(model, inner, lr)
         self._ready = False
         super().__init__(self._inner.param_groups, self._inner.defaults)
@@ -125,6 +115,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._life, end = invite.enter(join_request)
         self._end = weakref.finalize(self, end)
         self._held: dict[str, torch.Tensor] = {}
+        self._watch = ParameterWatch(model)
         self._ready = True
         if self.method in SHARED_MOMENTS:
             make_portable(self._inner)
@@ -141,12 +132,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
         that are due.
 
         Return the closure's result. After Ctrl-C the exchange continues, and the next call waits
-        for it.
+        for it. Raise `Usage`, before anything is sent, if the model's parameters are not those
+        that it had when this optimizer was made.
         """
         life, loop = self._life, self._here.loop
+        self._watch.check()
         with self._news.waiting():
             progress = life.call(loop.begin_step, through=True)
-        self._training_task.closure = closure
+        self._training_task.closure = closure and self._watch.checked(closure)
         try:
             loss = loop.train_one(progress)
         finally:
@@ -168,7 +161,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """Return the inner optimizer's state, with the method's under "swarm". Together with the
         model's own `state_dict`, it is all that a lone peer needs to continue as if it had never
         stopped."""
-        return {**self._inner.state_dict(), "swarm": self._life.call(self._remember)}
+        return {**self._inner.state_dict(), "swarm": self._life.call(lambda: remember(self._here))}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore all of a state dict, bit for bit, if this peer is alone in a new run (load the
@@ -185,7 +178,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             if self._here.loop.step:
                 why = f"this optimizer has already made {self._here.loop.step} steps"
                 raise Usage("the state cannot be loaded now", why, "load it before the first step")
-            self._life.call(lambda: self._recall(swarm))
+            self._life.call(lambda: recall(self._here, swarm))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise `Usage` once the run has begun: its terms fix the parameters."""
@@ -195,6 +188,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 "no parameters can be added", why, "make a new optimizer and start a new run"
             )
         super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raise `Usage`: a copy would be a second peer with this one's identity."""
+        why = "it is one peer of a run"
+        raise Usage(
+            "an optimizer cannot be copied or pickled", why, "copy or save its state_dict()"
+        )
 
     # the swarm
 
@@ -232,7 +232,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def tokens(self) -> int:
         """The run's progress: the agreed tokens plus an estimate of what all members have
         trained since."""
-        return self._life.call(self._tokens)
+        return self._life.call(self._here.tokens)
 
     @property
     def tokens_per_step(self) -> int:
@@ -246,7 +246,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def eval_params(self) -> dict[str, torch.Tensor]:
         """Return the method's outer parameters if it has any, otherwise the model's: in float32
         on the CPU, and with the same bits on every peer after a round of an exact method."""
-        return self._life.call(self._eval_params)
+        return self._life.call(self._here.eval_params)
 
     def measures(self) -> dict[str, float]:
         """Return what this peer has measured so far, for loggers of your own; nothing once it is
@@ -320,54 +320,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         layers = layers_of(self._replica.names)
         require_inner(name, made, self._inner)
         require_layers(made, sum(map(is_numbered, layers)) or len(layers))
-
-    async def _tokens(self) -> int:
-        return self._here.loop.driver.tokens
-
-    async def _eval_params(self) -> dict[str, torch.Tensor]:
-        loop = self._here.loop
-        found = await loop.compute(lambda: loop.driver.method.eval_params(loop.driver.replica))
-        return {name: x.cpu() for name, x in found.items()}
-
-    async def _remember(self) -> dict[str, Any]:
-        loop = self._here.loop
-        method, replica = loop.driver.method, loop.driver.replica
-        tensors = await loop.compute(
-            lambda: {**method.snapshot(replica), **method.personal(replica)}
-        )
-        pending = [(key.stream, key.round) for key in loop.driver.pending]
-        facts = Remembered(loop.step, loop.driver.position, pending)
-        kept = {name: x.cpu() for name, x in tensors.items()}
-        return {"method": kept, "owed": loop.state_sync.feedback, **msgspec.to_builtins(facts)}
-
-    async def _recall(self, swarm: dict[str, Any]) -> None:
-        loop = self._here.loop
-        driver = loop.driver
-        try:
-            facts = msgspec.convert(
-                {name: value for name, value in swarm.items() if name not in TENSORS}, Remembered
-            )
-            await loop.compute(lambda: driver.method.resume(driver.replica, swarm["method"]))
-            place = facts.place
-        except (KeyError, TypeError, ValueError) as error:
-            raise Usage(
-                "the state does not fit this run",
-                str(error),
-                "load a state that this program saved",
-            ) from error
-        templates = {
-            template.key.stream: template for template in driver.method.streams(driver.replica)
-        }
-        open_ones = []
-        for stream, number in facts.pending:  # its outcome is lost: report it failed, once
-            exchange = replace(templates[stream], key=ExchangeKey(stream, number))
-            last = number if isinstance(exchange.group, RandomGroups) else place.rounds[stream]
-            open_ones.append(
-                Pending(exchange, facts.step, 0.0, Result("failed", last + exchange.stride))
-            )
-        driver.load_state(open_ones)
-        loop.step = facts.step
-        loop.state_sync.load_state(place, swarm.get("owed", {}))
 
 
 def _class_here(cls: type[Any]) -> type[Any]:
