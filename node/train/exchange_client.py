@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from farflock.compression.catalog import codec
-from farflock.compression.codec import CorruptPayload
+from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.elementwise import weighted_mean
 from farflock.node.model.device import CPU
-from farflock.node.train import microbatch_ids
+from farflock.node.train import microbatch_ids, withheld
 from farflock.node.train.driver import Claim, EncodedExchange
 from farflock.node.train.shards import DecodedTensors, Inputs, Reducer, ShardLayout
 from farflock.optimizers.method import (
@@ -140,6 +140,7 @@ class ExchangeClient:
         self.peer, self._run_seed, self.stage, self.spread = peer, run_seed, stage, spread
         self.home = home
         self._codings: dict[str, _Coding] = {}
+        self._withheld = withheld.Withheld()
 
     def open(
         self, template: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False
@@ -169,10 +170,25 @@ class ExchangeClient:
         payloads = itertools.chain.from_iterable(self.spread(encoded, layout.runs))
         return EncodedExchange(exchange, tuple(payloads), claim)
 
+    def offer(self, exchange: Exchange, claim: Claim) -> EncodedExchange:
+        """Encode an exchange, or an empty one in place of tensors that are not finite.
+
+        Raise `UnencodableTensor` for the latter if nobody else is there, or too often."""
+        try:
+            offer = self.encode(exchange, claim)
+        except UnencodableTensor as error:
+            if self.members() == 1:
+                raise
+            empty = self.encode(*self._withheld.instead(exchange, claim, error))
+            return replace(empty, withheld=withheld.reason(exchange))
+        self._withheld.in_a_row = 0
+        return offer
+
     async def exchange(self, offer: EncodedExchange) -> RoundOutcome:
         """Run an encoded exchange over the swarm.
 
-        Raise `OutOfStep` if the group has left this peer behind or holds another state."""
+        Raise `OutOfStep` if the group has left this peer behind or holds another state, or if what
+        this peer had to send was withheld."""
         key, claim = offer.exchange.key, offer.claim
         coding = self._codings[key.stream]
         shards = (*offer.payloads, claim.notes) if coding.noted else offer.payloads
@@ -190,6 +206,8 @@ class ExchangeClient:
         if outcome.state and outcome.state != claim.state:
             theirs, mine = outcome.state.hex()[:12], claim.state.hex()[:12] or "none"
             raise OutOfStep(f"{round_name}: the group starts from state {theirs}, not {mine}")
+        if offer.withheld:
+            raise OutOfStep(offer.withheld)
         return outcome
 
     def decode(
