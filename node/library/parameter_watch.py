@@ -1,14 +1,14 @@
-"""What a program may not do to its model after the optimizer was made, noticed at the next step.
+"""Changes of a model's parameters after its optimizer was made, noticed at the next step.
 
 An optimizer and a run know parameters as objects. One that takes the place of another is trained by
 nobody and sent to nobody, and torch says nothing about it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from farflock.node.errors import Usage
 
@@ -38,6 +38,11 @@ class ParameterWatch:
         }
         self._trained = {name for name, known in self._known.items() if known.trained}
 
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by name, in the model's order."""
+        return {name: known.parameter for name, known in self._known.items() if known.trained}
+
     def check(self) -> None:
         """Raise `Usage` that names the first parameter that was replaced, added, removed, unfrozen,
         or changed in type or shape, and any gradient that is sparse.
@@ -52,6 +57,13 @@ class ParameterWatch:
         for name in self._known:  # in the model's order
             if name in self._trained and name not in seen:
                 raise _refused(name, "it is no longer in the model under this name", REMEDY)
+
+    def like_model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a method's tensors by these names, those of complex parameters as complex ones."""
+        return {
+            name: torch.view_as_complex(x) if self._known[name].dtype.is_complex else x
+            for name, x in tensors.items()
+        }
 
     def checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that checks the model once more when it has made the gradients."""
