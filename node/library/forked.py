@@ -56,10 +56,11 @@ def _is_of(number: int, places: set[tuple[str, int]]) -> bool:
     try:
         if one.family not in (socket.AF_INET, socket.AF_INET6):
             return False
-        ends = [one.getsockname()[:2]]
+        ends = [one.getsockname()]
         with contextlib.suppress(OSError):  # one that listens has no other end
-            ends.append(one.getpeername()[:2])
-        return any(end in places for end in ends)
+            ends.append(one.getpeername())
+        # a socket for both kinds of addresses shows those of IPv4 as ::ffff:192.0.2.7
+        return any((host.removeprefix("::ffff:"), port) in places for host, port, *_ in ends)
     finally:
         one.detach()
 

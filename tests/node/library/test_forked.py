@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,19 @@ def sockets():
     yield held
     for each in held.values():
         each.close()
+
+
+def test_a_socket_for_both_kinds_of_addresses_is_one_of_ours():
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    both = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+    with socket.create_server(("", 0), **both) as listening:
+        place = "127.0.0.1", listening.getsockname()[1]
+        dialled = socket.create_connection(place)
+        accepted, _ = listening.accept()
+        close_those_of(Path("identity.key"), {place})
+        assert not is_open(accepted.detach())
+        assert not is_open(dialled.detach())
 
 
 def is_open(number):
