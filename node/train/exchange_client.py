@@ -6,6 +6,7 @@ between them only waits.
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -31,7 +32,7 @@ from farflock.optimizers.method import (
     TensorBlock,
     Tensors,
 )
-from farflock.optimizers.parts.blocks import LazyTensors, read, shapes_of
+from farflock.optimizers.parts.blocks import LazyTensors, is_zero, read, shapes_of
 from farflock.optimizers.parts.spread import Spread, in_turn
 from farflock.optimizers.parts.state import Shapes
 from farflock.swarm.peer.context import PeerContext
@@ -41,6 +42,8 @@ from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
 STOPPING_WAIT_S = 2.0  # for an answer under way: a lone peer's last state must not depend on timing
 MIN_WAIT_S = 0.001  # a wait below the clock's resolution would never end in virtual time
+
+log = logging.getLogger(__name__)
 
 UnderWay = dict[ExchangeKey, asyncio.Task[Result]]
 
@@ -141,6 +144,7 @@ class ExchangeClient:
         self.home = home
         self._codings: dict[str, _Coding] = {}
         self._withheld = withheld.Withheld()
+        self.has_twin = False  # another peer was seen to send the same updates
 
     def open(
         self, template: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False
@@ -219,6 +223,8 @@ class ExchangeClient:
             outcome, notes = _without_notes(outcome)
         assert outcome.status != "lost", f"{outcome.key} is lost and has no result"
         coding.reducer.settle(outcome.key.round, outcome.reduced)
+        if payloads and not self.has_twin:
+            self._look_for_twin(coding, outcome, payloads)
         failed = Result("failed", outcome.next_round, tokens=outcome.tokens)
         if outcome.status == "failed":
             return failed
@@ -241,6 +247,27 @@ class ExchangeClient:
             taken=_taken_ranges(coding.out, outcome.taken) if payloads else {},
             tokens=outcome.tokens,
             notes=notes,
+        )
+
+    def _look_for_twin(
+        self, coding: _Coding, outcome: RoundOutcome, payloads: Sequence[bytes]
+    ) -> None:
+        """Say once that another peer has sent the same update as this one, and not of zeros."""
+        others = (outcome.gathered or {}).items()
+        equal = (peer for peer, sent in others if peer != self.peer.context.me and sent == payloads)
+        twin = next(iter((*outcome.twins, *equal)), None)
+        if twin is None:
+            return
+        layout, number = coding.out, outcome.key.round
+        mine = DecodedTensors(layout, number, payloads, coding.shapes, coding.home)
+        if all(is_zero(mine[name]) for name in coding.shapes):
+            return
+        self.has_twin = True
+        log.warning(
+            "peer %s has sent the same update as this peer in round %d of %s, bit for bit: both"
+            " draw the same data in the same order, so one of them works for nothing; seed each"
+            " program's data by its rank or its peer id",
+            *(twin, number, outcome.key.stream),
         )
 
     def replay(self, stream: str, round_number: int) -> Result | None:
