@@ -21,6 +21,7 @@ class OwnSteps:
     shared: int = 0  # of these, up to the last one that a round has taken
     rounded: int = 0  # of these, up to the last one whose round is over, whatever came of it
     company: bool = False  # others have been there
+    _said: bool = False
     _asked_since: list[int] = field(default_factory=list)  # rounds asked for after the last step
 
     def stepped(self, step: int, members: int) -> None:
@@ -45,6 +46,15 @@ class OwnSteps:
     def is_done(self) -> bool:
         """True once nothing is left for a round, or several have not taken it."""
         return not self.alone or len(self._asked_since) >= ROUNDS
+
+    def tell_of_tokens(self, tokens: int) -> None:
+        """Warn once, after the first round with others, of steps that still count as one token."""
+        if self.shared and tokens == 1 and not self._said:
+            self._said = True
+            tell(
+                "each step of this program counts as 1 token in the run's progress, which is the"
+                " default; pass tokens_per_step, or set optimizer.tokens_per_step before a step"
+            )
 
     def tell(self) -> None:
         """Warn of steps that stay this program's own, though others were there."""

@@ -173,6 +173,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             raise Failure("this peer leaves its run", str(error), "") from error
         for reason in self._news.adopted():
             tell(f"this peer has dropped its own work and taken over the run's state: {reason}")
+        self._own.tell_of_tokens(self.tokens_per_step)
         self._news.stepped(self.tokens_per_step)
         self._jumps.watch.mark(self.last_round)
         keeps = loop.driver.method.keeps_gradients and loop.driver.pending

@@ -117,6 +117,17 @@ def test_a_peer_alone_and_one_without_own_steps_are_told_nothing():
             assert optimizer.tokens == 3
 
 
+def test_a_step_that_still_counts_as_one_token_is_said_once_after_a_round():
+    own = own_steps(60, 50)
+    with pytest.warns(UserWarning, match="counts as 1 token .* pass tokens_per_step"):
+        own.tell_of_tokens(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own.tell_of_tokens(1)
+        own_steps(60, 50).tell_of_tokens(512)
+        own_steps(60, 0).tell_of_tokens(1)
+
+
 @pytest.mark.parametrize(
     ("result", "shared"),
     [
