@@ -1,8 +1,7 @@
 """A plain PyTorch loop with a swarm under it: predict the next byte of Shakespeare from eight.
 
-`python examples/plain_loop.py` (or `python -m farflock.examples.plain_loop`) starts a run and prints
-an invite. In another terminal, the same line with INVITE joins. Each trains on its own batches, and both end with the
-same weights.
+`python -m farflock.examples.plain_loop` starts a run and prints an invite. In another terminal, the
+same line with INVITE joins. Each trains on its own batches, and both end with the same weights.
 """
 
 import hashlib

@@ -18,6 +18,7 @@ import click
 from farflock import __version__
 from farflock.node.cli.output import Output
 from farflock.node.errors import INTERRUPTED, Terminated, explained
+from farflock.node.extras import absent
 
 COMMANDS = {  # name: (module:attribute, short help); nothing is imported until a command runs
     "demo": (
@@ -153,7 +154,7 @@ def _run(arguments: list[str], out: Output) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # the edge of the program: every error becomes one sentence
-        known = explained(error)
+        known = absent(error) if isinstance(error, ModuleNotFoundError) else explained(error)
         return (
             out.failure(str(known), known.exit_code)
             if known

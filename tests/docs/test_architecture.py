@@ -69,6 +69,7 @@ def test_the_map_shows_the_rooms_in_the_order_of_their_imports():
     assert {room for pair in drawn for room in pair} == height.keys() - {
         "durable",
         "errors",
+        "extras",
         "reporting",
     }
     assert all(height[above] > height[below] for above, below in drawn)

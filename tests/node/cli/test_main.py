@@ -40,6 +40,14 @@ def failing(monkeypatch):
     return install
 
 
+def test_without_pytorch_the_line_that_installs_it_is_named(failing, farflock):
+    failing(ModuleNotFoundError("No module named 'torch'", name="torch"))
+    code, _, err = farflock("fail")
+    assert code == 1
+    assert err.startswith("farflock: PyTorch is not installed; run `pip install torch")
+    assert len(err.splitlines()) == 1
+
+
 @pytest.fixture
 def saved(tmp_path):
     """A checkpoint of a tiny model."""
