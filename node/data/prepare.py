@@ -10,7 +10,6 @@ or order, the machine, its number of cores, or how often the work was broken off
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -325,6 +324,8 @@ def _disk_full_explained(partial: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Keep a second process from working in the folder."""
+    import fcntl  # late: every system can import this module
+
     place = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)

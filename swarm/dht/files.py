@@ -5,7 +5,6 @@ The daemon makes none of them: two with one identity start without complaint, an
 """
 
 import errno
-import fcntl
 import os
 import socket
 import stat
@@ -31,6 +30,8 @@ class IdentityLock:
 
     def __init__(self, path: Path) -> None:
         """Raise `IdentityInUse` if the lock is held, `OSError` if the file cannot be opened."""
+        import fcntl  # late: every system can import this module
+
         self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
