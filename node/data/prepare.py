@@ -328,11 +328,16 @@ def _locked(folder: Path) -> Iterator[None]:
 
     place = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            why = "another process is at work there"
+            raise Failure(str(folder), why, "wait for it, or stop it") from None
+        except OSError as error:
+            why = f"the file system there has no locks ({error.strerror})"
+            remedy = "choose a folder on a disk of this machine"
+            raise Failure(str(folder), why, remedy) from None
         yield
-    except BlockingIOError:
-        why = "another process is at work there"
-        raise Failure(str(folder), why, "wait for it, or stop it") from None
     finally:
         os.close(place)
 
