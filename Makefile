@@ -1,7 +1,7 @@
 # Each target sets up .venv by itself, once. To choose another Python:
-# `make PYTHON=/path/to/python3.12 demo`.
-SUITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
-PYTHON ?= $(shell for name in python3 python3.12 python3.11; do \
+# `make PYTHON=/path/to/python3.13 demo`.
+SUITS := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	$$name -c '$(SUITS)' 2>/dev/null && echo $$name && break; done)
 BIN := .venv/bin
 READY := .venv/ready
@@ -107,10 +107,10 @@ imports: $(READY)
 	cd $(VIEW) && ../bin/lint-imports --debug --config ../../pyproject.toml
 
 $(READY): pyproject.toml constraints.txt $(wildcard compression/kernel/*)
-	@test -n "$(PYTHON)" || { echo "Farflock needs Python 3.11 or 3.12; install one, or name it:" \
-	"make PYTHON=python3.12" >&2; exit 1; }
-	@$(PYTHON) -c '$(SUITS)' || { echo "Farflock needs Python 3.11 or 3.12, and $(PYTHON) is" \
-	"another one; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Farflock needs Python 3.11 or later; install it, or name it:" \
+	"make PYTHON=python3.13" >&2; exit 1; }
+	@$(PYTHON) -c '$(SUITS)' || { echo "Farflock needs Python 3.11 or later, and $(PYTHON) is" \
+	"older; name another: make PYTHON=python3.13" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt $(TORCH)
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev,hf]"
