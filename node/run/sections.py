@@ -8,6 +8,7 @@ one.
 import dataclasses
 import math
 import re
+import threading
 import tomllib
 from collections.abc import Mapping
 from types import NoneType, UnionType
@@ -39,6 +40,8 @@ SENT = ("codec", "return_codec", "deadline_s")  # method options that live in [e
 PlainText = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 SectionT = TypeVar("SectionT", bound=msgspec.Struct)
 Option = int | float | str | bool | dict[str, int | float | str]
+# msgspec learns a type when it is first used, and crashes if two threads let it do so at once.
+_FIRST_USE = threading.Lock()
 _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 _MISMATCH = re.compile(
     r"Expected `(?P<kind>[^`]+)`(?: (?P<bound>[<>]=? \S+)|(?P<size> of length [^,]+)"
@@ -243,7 +246,7 @@ def _require_options(kind: type[Any], options: Mapping[str, Any], place: str) ->
         if option not in known:
             raise Usage(place, f"there is no {option[:64]!r}", near_option(option, known))
         try:
-            msgspec.convert(value, hints[option])
+            _converted(value, hints[option])
         except msgspec.ValidationError as error:
             if get_origin(hints[option]) is Literal:
                 choices = [str(choice) for choice in get_args(hints[option])]
@@ -261,11 +264,16 @@ def convert(table: dict[str, Any], kind: type[SectionT]) -> SectionT:
     require_protocol(table)
     _require_known(table, kind, "")
     try:
-        terms = msgspec.convert(table, kind)
+        terms: SectionT = _converted(table, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _misfit(table, str(error), kind) from None
     _require_plain(table, "")  # last, as the types bound the depth of the table
     return terms
+
+
+def _converted(value: Any, kind: Any) -> Any:  # noqa: ANN401 - msgspec's
+    with _FIRST_USE:
+        return msgspec.convert(value, kind)
 
 
 def _misfit(table: Mapping[str, Any], message: str, root: type[msgspec.Struct]) -> Usage:
