@@ -64,7 +64,8 @@ def test_the_others_round_closes_at_once_and_the_peer_takes_over_their_state(met
     assert all(took_s < DEADLINE_S / 10 for took_s, *_ in lives)
     assert [len(reasons) for _, reasons, _, _ in lives] == [0, 1, 0]
     assert "had NaN or infinity" in lives[1][1][0]
-    assert {last["status"] for *_, last in lives} == {"ok"}
+    status = {last["status"] for *_, last in lives}
+    assert status <= {"ok", "alone"} if method == "noloco" else status == {"ok"}
 
 
 def test_after_three_such_rounds_in_a_row_the_peer_ends_with_one_sentence():
