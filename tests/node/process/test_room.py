@@ -37,9 +37,11 @@ LEAST, PLAIN = StepChoices(1, on_device=True), StepOptions()
 SHAPE = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32, "context": 32}
 
 
-def manifest(**train):
+def manifest(every=10, **train):
     terms = {"batch": 4, "seq": 32} | train
-    return resolve({"model": SHAPE, "method": {"name": "local"}, "train": terms})
+    evaluation = {"every": every}  # rounds; 0: the run is not evaluated
+    made = {"model": SHAPE, "method": {"name": "local"}, "train": terms, "evaluation": evaluation}
+    return resolve(made)
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def test_a_hopeless_model_is_refused_before_anything_is_put_on_the_device(card, 
 
 @pytest.mark.ci_more
 def test_a_step_that_does_not_fit_is_refused_with_all_numbers(card, machine):
-    there, run = machine(choose()), manifest()
+    there, run = machine(choose()), manifest(every=0)
     there.device.release()
     CARD.reset_counters()
     CARD.leave_free(min_device_bytes(run.plan()) + 1000)
@@ -141,7 +143,7 @@ def test_a_cpu_is_not_tried(machine):
 
 
 def test_the_host_needs_no_room_for_activations_beside_a_device(card, machine, monkeypatch):
-    run = manifest(batch=512)
+    run = manifest(batch=512, every=0)
     free = SimpleNamespace(available=2_000_000, total=2_000_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     for outer, place in (("auto", "card"), ("device", "card"), ("host", "cpu")):
