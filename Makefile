@@ -82,9 +82,9 @@ docs: $(READY)
 	$(BIN)/python docs/make_reference.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What is released (docs/releasing.md): a source distribution, and a wheel that is built from it. One
-# wheel serves all versions of Python and, once auditwheel has named it, every Linux whose libc is
-# not older than its symbols. It is installed outside this folder, and tried.
+# What is released (docs/releasing.md): a source distribution, and a wheel that is built from it.
+# One wheel serves all versions of Python and, once auditwheel has named it, every Linux whose libc
+# is not older than its symbols. It is installed outside this folder, and tried.
 TOOLS := build/dist-tools
 dist:
 	rm -rf dist $(TOOLS) build/no-compiler
