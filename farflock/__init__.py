@@ -9,15 +9,25 @@ if TYPE_CHECKING:
     from farflock.compression.catalog import codec
     from farflock.node.library.local_swarm import local_swarm
     from farflock.node.library.samples import samples
+    from farflock.node.library.scheduled import scheduled
     from farflock.node.library.swarm_optimizer import SwarmOptimizer
     from farflock.optimizers.catalog import method
 
-__all__ = ["SwarmOptimizer", "__version__", "codec", "local_swarm", "method", "samples"]
+__all__ = [
+    "SwarmOptimizer",
+    "__version__",
+    "codec",
+    "local_swarm",
+    "method",
+    "samples",
+    "scheduled",
+]
 
 _WHERE = {
     "SwarmOptimizer": "farflock.node.library.swarm_optimizer",
     "local_swarm": "farflock.node.library.local_swarm",
     "samples": "farflock.node.library.samples",
+    "scheduled": "farflock.node.library.scheduled",
     "method": "farflock.optimizers.catalog",
     "codec": "farflock.compression.catalog",
 }

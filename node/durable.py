@@ -2,10 +2,13 @@
 new one."""
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+
+class NoLocks(OSError):
+    """Raised where the file system of a folder has no locks, as network folders may not."""
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -27,10 +30,17 @@ def write_durably(path: Path, content: bytes) -> None:
 @contextlib.contextmanager
 def locked(folder: Path, waits: bool = False) -> Iterator[None]:
     """Keep out other processes that lock the folder too, and wait until they have gone, or raise
-    `BlockingIOError` if this does not wait."""
+    `BlockingIOError` if this does not wait, or `NoLocks`."""
+    import fcntl  # late: every system can import this module
+
     place = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(place, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise NoLocks(error.errno, f"the file system has no locks ({error.strerror})") from None
         yield
     finally:
         os.close(place)

@@ -85,6 +85,7 @@ _REMEDIES = {
     errno.EROFS: _FORBIDDEN,
     errno.EADDRINUSE: _TAKEN,
     errno.EADDRNOTAVAIL: "give an address of this machine with --host",
+    errno.ENOLCK: "choose a --folder on a disk of this machine",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "a file stands where a folder should be; choose another --folder",
     errno.EEXIST: "a file stands where a folder should be; choose another --folder",

@@ -88,7 +88,7 @@ class Loop:
     async def _start(self, exchanges: list[Exchange]) -> None:
         """Encode exchanges before anything changes their tensors, and start them."""
         for each in exchanges:
-            encode = partial(self.driver.encoded, each, self.driver.claim(each), self.client.encode)
+            encode = partial(self.driver.encoded, each, self.driver.claim(each), self.client.offer)
             offer = await self.compute(encode)  # claimed here: a server changes its leases
             self.under_way[each.key] = asyncio.create_task(self._exchange(offer))
 

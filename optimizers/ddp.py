@@ -17,6 +17,7 @@ from farflock.optimizers.method import (
     State,
     Tensors,
 )
+from farflock.optimizers.parts.blocks import set_gradients
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import scaled
@@ -78,7 +79,7 @@ class DDP(ReplicaMethod):
         weight, _ = self._weights
         share = 1 / weight if weight else 0.0  # an explicit 0: the others need not wait
         self._sent = {name: scaled(total, share) for name, total in sums.items()}
-        replica.write({name: torch.zeros_like(total) for name, total in sums.items()}, "grad")
+        set_gradients(replica, zeros(replica.shapes))
         self._pending, self._sent_steps, self._steps = True, self._steps, 0
         self._weights = 0.0, weight
         return [self._exchange(self._sent, weight)]
@@ -95,16 +96,16 @@ class DDP(ReplicaMethod):
             return []
         mean = mean_of(exchange, result)
         since = replica.read(replica.names, "grad")
-        replica.write(mean, "grad")
+        set_gradients(replica, mean)
         replica.inner_step()
-        replica.write(since, "grad")
+        set_gradients(replica, since)
         return []
 
     def _take_back(self, replica: Replica) -> None:
         """Add the pending gradient to those that wait for the next exchange."""
         since, (weight, sent_weight) = replica.read(replica.names, "grad"), self._weights
         back = {name: since[name] + scaled(self._sent[name], sent_weight) for name in since}
-        replica.write(back, "grad")
+        set_gradients(replica, back)
         self._steps += self._sent_steps
         self._weights = weight + sent_weight, sent_weight
 

@@ -38,6 +38,7 @@ from farflock.optimizers.method import (
     Result,
     Tensors,
 )
+from farflock.optimizers.parts.blocks import set_gradients
 from farflock.optimizers.parts.drift import SUMS, parted, sketch
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_options
@@ -122,9 +123,7 @@ class Decoupled(ReplicaMethod):
         for name, gradient in gradients.items():
             old = self._delta.get(name)
             self._delta[name] = gradient if old is None else scaled(old, self.decay) + gradient
-        replica.write(
-            {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}, "grad"
-        )
+        set_gradients(replica, zeros(replica.shapes))
         self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
@@ -160,9 +159,9 @@ class Decoupled(ReplicaMethod):
         )
         q = self._whole(mean, replica.shapes, exchange.key.round)
         waiting = replica.read(replica.names, "grad")
-        replica.write({name: torch.sign(x) for name, x in q.items()} if self.sign else q, "grad")
+        set_gradients(replica, {name: torch.sign(x) for name, x in q.items()} if self.sign else q)
         replica.inner_step()
-        replica.write(waiting, "grad")
+        set_gradients(replica, waiting)
         return []
 
     def _compare(self, exchange: Exchange, result: Result) -> None:

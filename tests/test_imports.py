@@ -14,12 +14,18 @@ from worlds.waiting import completed
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "numpy", "hivemind", "rich", "matplotlib", "zmq", "cryptography", "tokenizers")
+SOME_SYSTEMS = {"fcntl", "grp", "pty", "pwd", "resource", "termios", "tty"}  # that have them
+NEEDS_EXTRA = {"harness.py", "tensorboard_events.py", "trainer_callback.py", "wandb_run.py"}
 MAY_IMPORT = {
     "compression": set(),
     "swarm": set(),
     "optimizers": {"compression"},
     "node": {"compression", "optimizers", "swarm"},
 }
+
+MODULES = [
+    path for folder in (*MAY_IMPORT, "experiments") for path in (ROOT / folder).rglob("*.py")
+]
 
 
 def modules_after(statement):
@@ -38,6 +44,65 @@ def ours(path):
     nodes = ast.walk(ast.parse(path.read_text()))
     names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     return {name.split(".")[1] for name in names if name.startswith("farflock.")}
+
+
+def at_import(tree):
+    """The modules that importing a module imports, which may stand below `if` or `try`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0]
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from at_import(node)
+
+
+def test_no_module_needs_linux_to_be_imported():
+    named = re.compile(rf"\b(import|from) ({'|'.join(sorted(SOME_SYSTEMS))})\b")
+    texts = {path: text for path in MODULES if named.search(text := path.read_text())}
+    assert len(texts) >= 5  # they import one late
+    assert not [
+        path for path, text in texts.items() if set(at_import(ast.parse(text))) & SOME_SYSTEMS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import fcntl", True),
+        ("try:\n    from termios import FIONREAD\nexcept ImportError:\n    pass", True),
+        ("class A:\n    import resource", True),
+        ("def f():\n    import fcntl", False),
+    ],
+)
+def test_an_import_of_what_only_some_systems_have_is_found(source, found):
+    assert bool(set(at_import(ast.parse(source))) & SOME_SYSTEMS) == found
+
+
+@pytest.mark.ci_more
+@pytest.mark.net
+def test_everything_is_imported_where_linux_modules_are_absent_for_us():
+    """For others they are there: the standard library's own modules need them on Linux."""
+    names = [
+        ".".join(("farflock", *path.relative_to(ROOT).with_suffix("").parts))
+        for path in MODULES
+        if path.name not in {"__init__.py", "__main__.py"} and not NEEDS_EXTRA & set(path.parts)
+    ]
+    code = (
+        "import builtins, importlib, sys\n"
+        "whole = builtins.__import__\n"
+        "def without(name, names=None, *rest):\n"
+        "    who = str((names or {}).get('__name__'))\n"
+        f"    if name in {SOME_SYSTEMS} and who.startswith('farflock'):\n"
+        "        raise ModuleNotFoundError(f'{who} imports {name}', name=name)\n"
+        "    return whole(name, names, *rest)\n"
+        "builtins.__import__ = without\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "sys.stdout.write(str(len(sys.argv)))"
+    )
+    done = completed([sys.executable, "-c", code, *names], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, str(len(names) + 1)), done.stderr
 
 
 @pytest.mark.net

@@ -1,6 +1,7 @@
 """The installed package is the code in this checkout, and the standard library stays visible."""
 
 import re
+import runpy
 import sys
 import tomllib
 import zipfile
@@ -12,7 +13,8 @@ from worlds.waiting import completed
 ROOT = Path(__file__).parents[1]
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = CONFIG["tool"]["setuptools"]
-LINKS = ("node", "swarm", "optimizers", "compression", "experiments")
+PROJECT = CONFIG["project"]
+LINKS = ("node", "swarm", "optimizers", "compression", "experiments", "examples")
 
 
 def run(*command, cwd, **options):
@@ -85,9 +87,8 @@ def test_pinned_versions_cover_what_the_package_needs():
         re.split(r"[=<>]", line)[0].lower()
         for line in (ROOT / "constraints.txt").read_text().splitlines()
     }
-    project = CONFIG["project"]
-    extras = project["optional-dependencies"]
-    needed = [*project["dependencies"], *extras["dev"], *extras["docs"]]
+    extras = PROJECT["optional-dependencies"]
+    needed = [*PROJECT["dependencies"], *extras["dev"], *extras["docs"]]
     assert {re.split(r"[=<>]", need)[0].lower() for need in needed} <= pinned
 
 
@@ -100,11 +101,53 @@ def test_the_makefile_sets_up_what_the_constraints_pin_first():
     assert first.startswith("torch==")
 
 
+def test_every_text_recipe_and_manifest_goes_into_the_wheel():
+    listed = SETUPTOOLS["package-data"]
+    patterns = [
+        Path(SETUPTOOLS["package-dir"][package]) / pattern
+        for package, of_package in listed.items()
+        for pattern in of_package
+        if package != "*"
+    ]
+    found = {
+        path.relative_to(ROOT)
+        for folder in LINKS
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix not in {".py", ".pyc", ".so", ".typed", ".c", ".h"}
+    }
+    assert {"texts", "recipes", "runs"} <= {path.parent.name for path in found}
+    assert not [path for path in found if not any(path.match(str(each)) for each in patterns)]
+
+
+def test_the_metadata_names_the_authors_and_the_version_of_the_citation():
+    cited = (ROOT / "CITATION.cff").read_text()
+    (author,) = PROJECT["authors"]
+    assert f'  - name: "{author["name"]}"\n' in cited
+    assert f"\nversion: {PROJECT['version']}\n" in cited
+
+
+def test_the_long_description_has_no_link_that_leads_nowhere_outside_the_repository():
+    text = (ROOT / PROJECT["readme"]).read_text()
+    assert not re.findall(r"\]\((?!https://)[^)]*\)", text)
+
+
+def test_the_long_description_begins_as_the_readme_does():
+    text, readme = ((ROOT / name).read_text() for name in (PROJECT["readme"], "README.md"))
+    assert text.split("\n\n")[:2] == readme.split("\n\n")[:2]
+
+
+def test_the_examples_are_listed_with_their_paths(capsys):
+    runpy.run_module("farflock.examples", run_name="__main__")
+    listed = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(path.exists() for path in listed)
+    assert {"plain_loop.py", "pipeline.toml"} <= {path.name for path in listed}
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """A wheel of this checkout; built from a copy without the links, which it must not need."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    files = [ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE")]
+    files = [ROOT / name for name in ("pyproject.toml", "MANIFEST.in", "LICENSE")]
     files += [
         path
         for folder in LINKS
@@ -130,7 +173,7 @@ def test_the_wheel_holds_every_module_and_every_text(wheel):
         f"farflock/{path.relative_to(ROOT)}"
         for folder in LINKS
         for path in (ROOT / folder).rglob("*")
-        if path.suffix == ".py" or "texts" in path.parts[:-1]
+        if path.suffix == ".py" or {"texts", "recipes", "runs"} & set(path.parts[:-1])
     }
     assert wanted <= names
     assert not [

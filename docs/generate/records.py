@@ -156,5 +156,5 @@ def _database() -> str:
         " `step`, `time_s`, `value` (null for NaN), `span` and `count`. The newest"
         f" {history.KEPT:,} steps are kept as they are; older ones become means over"
         f" {history.ROLL} rows, `span` steps long and of `count` values. The file is in WAL mode,"
-        " so that readers never disturb the node."
+        " so that readers never disturb the node, unless its file system cannot."
     )

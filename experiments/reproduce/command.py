@@ -184,7 +184,10 @@ def _reproduce(
     from farflock.experiments.reproduce.computation import Computation
     from farflock.experiments.reproduce.shelf import write
     from farflock.experiments.reproduce.study import Study
+    from farflock.node.demo.figure import warn_of_no_figure
 
+    if not isinstance(one, Computation):
+        warn_of_no_figure(out.line)
     torch.set_num_threads(1)
     # A run of tier ci ends before a worker process would have started, and a GPU's memory is one.
     workers = workers or (1 if tier == "ci" or device != "cpu" else os.cpu_count() or 1)
@@ -216,6 +219,7 @@ def _trained(
     from farflock.experiments.reproduce import report
     from farflock.experiments.reproduce.labels import figure_labels
     from farflock.experiments.reproduce.plot import draw
+    from farflock.node.demo.figure import can_draw
 
     results = study.run(shelf, workers, progress)
     told = report.facts(study, results, study.judged(results))
@@ -223,7 +227,7 @@ def _trained(
     plot = shelf.place(name, tier) / "loss.png"
     title = f"{name} ({tier}): {told['verdict'] or 'no verdict'}"
     draw(results, title, plot, figure_labels(study, results))
-    return {**told, "plot": str(plot)}
+    return {**told, "plot": str(plot)} if can_draw() else told
 
 
 def _record(page: Path, shelf: "Shelf") -> None:

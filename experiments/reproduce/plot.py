@@ -14,6 +14,7 @@ from farflock.node.demo.figure import (
     TIME,
     TOKENS,
     EndLabel,
+    can_draw,
     figure,
     fitting_unit,
     label_ends,
@@ -44,12 +45,15 @@ def _seconds_at(rate: int) -> Axis:
 def draw(
     results: Sequence[Result], title: str, path: Path, labels: Mapping[str, str] | None = None
 ) -> None:
-    """Write the figure as PNG and SVG, and its data as CSV.
+    """Write the figure as PNG and SVG, and its data as CSV; only the latter without matplotlib.
 
     It shows each arm's mean over seeds, with a band from the smallest to the greatest. `labels`
     overrides the arms' own labels.
     """
     named = {result.name: result.label for result in results} | dict(labels or {})
+    save_data(path.with_suffix(".csv"), COLUMNS, _rows(results, named))
+    if not can_draw():
+        return
     noise = any("growth" in outcome.metrics for result in results for outcome in result.outcomes)
     shown = [("", ROUNDS, panels()[0][2])] if noise else panels()
     rows, columns = (1, 1) if noise else (2, 3)
@@ -74,7 +78,6 @@ def draw(
         label_ends(places[len(shown) - 1], _ends(results, named), in_layout=not free)
         made.suptitle(title)
         save(made, path)
-    save_data(path.with_suffix(".csv"), COLUMNS, _rows(results, named))
 
 
 COLUMNS = (

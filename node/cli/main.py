@@ -18,6 +18,7 @@ import click
 from farflock import __version__
 from farflock.node.cli.output import Output
 from farflock.node.errors import INTERRUPTED, Terminated, explained
+from farflock.node.extras import absent
 
 COMMANDS = {  # name: (module:attribute, short help); nothing is imported until a command runs
     "demo": (
@@ -94,8 +95,23 @@ class _Lazy(click.Group):
                 formatter.write_dl([(name.ljust(column), COMMANDS[name][1]) for name in names])
 
 
+def _show_version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from farflock.swarm.frame import VERSION as PROTOCOL
+
+        Output(False).line(f"farflock {__version__}, protocol {PROTOCOL}")
+        ctx.exit()
+
+
 @click.group(cls=_Lazy, epilog="First time? Run `farflock demo`.")
-@click.version_option(__version__)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and the protocol that it speaks.",
+)
 def cli() -> None:
     """Train one model together on machines that are far apart.
 
@@ -153,7 +169,7 @@ def _run(arguments: list[str], out: Output) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # the edge of the program: every error becomes one sentence
-        known = explained(error)
+        known = absent(error) if isinstance(error, ModuleNotFoundError) else explained(error)
         return (
             out.failure(str(known), known.exit_code)
             if known

@@ -35,7 +35,7 @@ from farflock.node.data.shard_writer import ShardWriter, label_of
 from farflock.node.data.sorting import STATE, Sorting, SortingState, read_state, save_state
 from farflock.node.data.sources import SourceFile
 from farflock.node.data.tables import require_reader
-from farflock.node.durable import locked, sync_folder, write_durably
+from farflock.node.durable import NoLocks, locked, sync_folder, write_durably
 from farflock.node.errors import Failure, Usage
 from farflock.node.tokens.json_tokenizer import JsonTokenizer, chunk_names
 from farflock.node.tokens.tokenizer import Tokenizer
@@ -322,6 +322,9 @@ def _alone(folder: Path) -> Iterator[None]:
     except BlockingIOError:
         why = "another process is at work there"
         raise Failure(str(folder), why, "wait for it, or stop it") from None
+    except NoLocks as error:
+        remedy = "choose a folder on a disk of this machine"
+        raise Failure(str(folder), str(error.strerror), remedy) from None
 
 
 def _size(count: int) -> str:

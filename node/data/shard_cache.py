@@ -10,7 +10,6 @@ goes. Names are hashes, so no peer has a say in where anything is written.
 """
 
 import contextlib
-import fcntl
 import itertools
 import os
 import time
@@ -18,6 +17,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from farflock.node.durable import locked
 from farflock.swarm.chunk_store import is_intact
 from farflock.swarm.messages import MAX_CHUNK_BYTES
 
@@ -147,8 +147,7 @@ class ShardCache:
     def _locked(self) -> Iterator[None]:
         """Let no other process make room meanwhile: together they would remove too much."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with locked(self.folder, waits=True):
             yield
 
 

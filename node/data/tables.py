@@ -7,11 +7,10 @@ and a compressed batch of Arrow are in memory as a whole, however large their wr
 
 import contextlib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from farflock.node.data.sources import SourceFile
-from farflock.node.errors import Usage
+from farflock.node.extras import require
 
 if TYPE_CHECKING:
     import pyarrow
@@ -36,10 +35,7 @@ class TableRow(NamedTuple):
 
 def require_reader(path: str) -> None:
     """Raise `Usage` if nothing here reads tables."""
-    if find_spec("pyarrow") is None:
-        raise Usage(
-            path, "pyarrow reads it, and is not here", "install it, as the extra `data` does"
-        )
+    require(path, "pyarrow")
 
 
 def read_rows(file: SourceFile, field: str) -> Iterator[TableRow]:

@@ -3,11 +3,13 @@ lines, units that fit, and files that contain nothing about the machine that dre
 """
 
 import csv
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from farflock.node.extras import is_here, line_for
 
 # Okabe and Ito's palette, without its yellow, which is too light for lines on white.
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
@@ -85,6 +87,17 @@ def label_ends(axes: Any, labels: Sequence[EndLabel], in_layout: bool = True) ->
             },
         )
         text.set_in_layout(in_layout)
+
+
+def can_draw() -> bool:
+    """Return whether matplotlib is here, which the extra `plot` brings."""
+    return is_here("matplotlib")
+
+
+def warn_of_no_figure(say: Callable[[str], None]) -> None:
+    """Say, before a long command begins, that it will draw nothing, and why."""
+    if not can_draw():
+        say(f"no figure will be drawn, as matplotlib is not installed: {line_for('matplotlib')}")
 
 
 @contextmanager

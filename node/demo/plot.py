@@ -14,6 +14,7 @@ from farflock.node.demo.figure import (
     OKABE_ITO,
     TOKENS,
     EndLabel,
+    can_draw,
     figure,
     fitting_unit,
     label_ends,
@@ -36,11 +37,19 @@ def plot(
     total_tokens: int,
     compared: Comparison,
 ) -> Path:
-    """Write `loss.png`, `loss.svg` and `loss.csv`; return the path of the first."""
+    """Write `loss.png`, `loss.svg` and `loss.csv`; return the path of the first. Without matplotlib
+    write only the last, and return its path."""
     longest = max((_steps(child) for child in children), default=1)
     curves = {child.name: curve for child in children if (curve := curve_of(child, longest))}
-    unit, name = fitting_unit(total_tokens, TOKENS)
     path = folder / "loss.png"
+    save_data(
+        path.with_suffix(".csv"),
+        ("what", "tokens", "loss"),
+        _rows(curves, marks, total_tokens, compared),
+    )
+    if not can_draw():
+        return path.with_suffix(".csv")
+    unit, name = fitting_unit(total_tokens, TOKENS)
     with figure(figsize=(8, 4.5)) as (made, axes):
         axes.set_xlim(0, total_tokens / unit)
         axes.set_ylim(*_limits(curves, compared))
@@ -51,11 +60,6 @@ def plot(
         axes.set_ylabel("loss, nats per byte")
         axes.spines[["top", "right"]].set_visible(False)
         save(made, path)
-    save_data(
-        folder / "loss.csv",
-        ("what", "tokens", "loss"),
-        _rows(curves, marks, total_tokens, compared),
-    )
     return path
 
 

@@ -8,12 +8,13 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.background import Background, BackgroundContext
+from farflock.node.library.forked import closed_in_forks
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
 from farflock.node.process.freed import trimmed
 from farflock.node.process.host import require_host
@@ -118,8 +119,10 @@ class NetworkEntryPoint:
                     founder=invite is None,
                     spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
                 )
-                async with present(here, records), _published(directory, run, head, raw, peer):
-                    yield here
+                own = unseal(links.record(), run).endpoints
+                with closed_in_forks(machine.folder.identity, lambda: _addresses(own, links)):
+                    async with present(here, records), _published(directory, run, head, raw, peer):
+                        yield here
 
 
 @contextlib.asynccontextmanager
@@ -160,6 +163,13 @@ def _peer(
 
 def _sealed(identity: Identity, run: str, raw: bytes) -> bytes:
     return seal_head(identity, Head(run, identity.peer, digest_of(raw), len(raw), 0))
+
+
+def _addresses(own: Sequence[str], links: ZmqLinks) -> Iterator[str]:
+    """Yield this peer's addresses and those that it may have dialled."""
+    yield from own
+    for record, _ in links.table.known.values():
+        yield from record.endpoints
 
 
 def _mint(run: str, founder: str, doors: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ class LoopMeasures:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.last_round: RoundReport | None = None
+        self._adopted: list[str] = []
         self._rounds: collections.Counter[str] = collections.Counter()
         self._clock, self._tokens, self._waited_s = clock, 0, 0.0
         # after each step: (time in s, tokens trained, seconds of waiting for the swarm)
@@ -39,6 +40,13 @@ class LoopMeasures:
                 fields["stream"], fields["round"], fields["status"], fields["peers"]
             )
             self._rounds[self.last_round.status] += 1
+        if kind == "adopt":
+            self._adopted.append(fields["reason"])
+
+    def adopted(self) -> list[str]:
+        """Return why this peer has adopted the group's state, since it was last asked."""
+        reasons, self._adopted = self._adopted, []
+        return reasons
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

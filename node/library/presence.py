@@ -145,6 +145,16 @@ class OptimizerNode:
             while not there():  # noqa: ASYNC110 - conditions of several parts, now and then
                 await asyncio.sleep(POLL_S)
 
+    async def tokens(self) -> int:
+        """Return the run's progress."""
+        return self.loop.driver.tokens
+
+    async def eval_params(self) -> dict[str, torch.Tensor]:
+        """Return the parameters to evaluate, on the CPU."""
+        driver = self.loop.driver
+        found = await self.loop.compute(lambda: driver.method.eval_params(driver.replica))
+        return {name: x.cpu() for name, x in found.items()}
+
     async def end(self) -> None:
         """Stay for peers that need the last round if `patient`; say goodbye unless `last`."""
         await drop(self.loop.under_way)

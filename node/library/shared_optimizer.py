@@ -96,6 +96,11 @@ class LeadingOptimizer(SwarmOptimizer):
         with self._together():
             super().wait_for_members(count, timeout_s)
 
+    def finish(self) -> None:
+        """See `SwarmOptimizer.finish`."""
+        with self._together():
+            super().finish()
+
     def close(self, patient: bool = True) -> None:
         """See `SwarmOptimizer.close`. Only a patient leader tells the others, because after an
         error they may be anywhere."""
@@ -216,6 +221,11 @@ class FollowingOptimizer(SwarmOptimizer):
 
     def wait_for_members(self, count: int, timeout_s: float = MEMBERS_TIMEOUT_S) -> None:
         """Return once rank 0 has seen them."""
+        self._follow()
+
+    def finish(self) -> None:
+        """Take part in rank 0's call."""
+        torch.optim.Optimizer.zero_grad(self)
         self._follow()
 
     def close(self, patient: bool = True) -> None:

@@ -5,21 +5,28 @@ one background thread. `step` returns once the driver has nothing to apply or to
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsIndex
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from farflock.node.errors import Usage
+from farflock.compression.codec import UnencodableTensor
+from farflock.node.errors import Failure, Usage
+from farflock.node.library.jump_watch import Jumps, JumpWatch, OnJump
+from farflock.node.library.last_round import OwnSteps, finish, run_steps
 from farflock.node.library.loop_measures import LoopMeasures, RoundReport
+from farflock.node.library.model_check import require_trainable
+from farflock.node.library.own_defaults import own_defaults
+from farflock.node.library.parameter_watch import ParameterWatch
 from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest, OptimizerNode
+from farflock.node.library.remembered import recall, remember
+from farflock.node.library.scheduled import tell_of_late_start
+from farflock.node.library.telling import tell
 from farflock.node.model.device import Device, lacks_for_outer
 from farflock.node.model.ranks import LEADER
 from farflock.node.model.replica import OnDevice, PlainReplica, Storage, in_memory
@@ -27,9 +34,8 @@ from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
 from farflock.node.run.user_terms import fingerprint, founded, wish
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
-from farflock.node.train.driver import Pending, RunPosition
 from farflock.node.train.ending import drain
-from farflock.optimizers.method import ExchangeKey, Method, RandomGroups, Result
+from farflock.optimizers.method import Method
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.layers import is_numbered, layers_of
 from farflock.optimizers.parts.portable_inner import make_portable
@@ -43,17 +49,6 @@ InnerSpec = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 MEMBERS_TIMEOUT_S = 600.0
 DRAIN_S = 5.0
-
-
-class Remembered(msgspec.Struct, frozen=True):
-    """The swarm's part of a state dict, without its tensors; `pending` are (stream, round) keys."""
-
-    step: int
-    place: RunPosition
-    pending: list[tuple[str, int]]
-
-
-TENSORS = ("method", "owed")  # its other keys
 
 
 class SwarmOptimizer(torch.optim.Optimizer):
@@ -72,6 +67,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
     the identity; without it, the identity is temporary. `outer_state="disk"` keeps the method's
     state in memory-mapped files of the folder, for models whose state does not fit into memory;
     `outer_state="device"` keeps it, and encodes and computes with it, on the device of the model.
+    `on_jump` says what follows if the program changes weights outside of a step, in the first step
+    among others or by more than a round: "refuse" (an error, the default), "adopt" (the run's
+    weights come back, the default under a trainer that loads checkpoints), or "keep".
 
     A step waits only for an exchange that is due, and at most until its deadline; later results are
     applied in a later step. Frozen parameters stay as they are and must be equal everywhere;
@@ -103,8 +101,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
         client_mode: bool = False,
         folder: Path | None = None,
         outer_state: Literal["host", "disk", "device"] = "host",
+        on_jump: OnJump | None = None,
         **options: Any,  # noqa: ANN401 - the method's constructor checks them
     ) -> None:
+        require_trainable(model)
+        self._jumps = Jumps(on_jump)
         self._inner = inner_optimizer(model, inner, lr)
         self._ready = False
         super().__init__(self._inner.param_groups, self._inner.defaults)
@@ -114,7 +115,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._replica.storage = _storage(outer_state, model, folder)
         if not isinstance(invite, str):  # a joining peer learns the run's terms later
             terms = founded(wished)
-            self._require_fit(terms.method.name, terms.build())
+            require_fit(terms.method.name, terms.build(), self._inner, self._replica.names)
         self._training_task = ExternalStep(tokens_per_step)
         self._news = LoopMeasures()
         join_request = JoinRequest(wished, self._replica, self._training_task, self._news.report)
@@ -125,11 +126,16 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._life, end = invite.enter(join_request)
         self._end = weakref.finalize(self, end)
         self._held: dict[str, torch.Tensor] = {}
+        self._watch, self._own = ParameterWatch(model), OwnSteps()
+        self._jumps.watch = JumpWatch(self._watch.trained)
+        self._here.loop.counted = self._own.counted
+        self.run_steps, self.follows_run = partial(run_steps, self._here, self._own), False
         self._ready = True
         if self.method in SHARED_MOMENTS:
             make_portable(self._inner)
         try:
-            self._require_fit(self.method, self._here.loop.driver.method)
+            made = self._here.loop.driver.method
+            require_fit(self.method, made, self._inner, self._replica.names)
         except Usage:
             self.close(patient=False)
             raise
@@ -141,19 +147,35 @@ class SwarmOptimizer(torch.optim.Optimizer):
         that are due.
 
         Return the closure's result. After Ctrl-C the exchange continues, and the next call waits
-        for it.
+        for it. Raise `Usage`, before anything is sent, if the model's parameters are not those
+        that it had when this optimizer was made.
         """
         life, loop = self._life, self._here.loop
+        self._watch.check()
+        if self._jumps.answer(self._here, not self._own.made, life.call, self._news.waiting):
+            self._inner.zero_grad()
         with self._news.waiting():
             progress = life.call(loop.begin_step, through=True)
-        self._training_task.closure = closure
+        theirs = closure and self._watch.checked(closure)
         try:
-            loss = loop.train_one(progress)
+            with own_defaults(theirs) as self._training_task.closure:
+                loss = loop.train_one(progress)
         finally:
             self._training_task.closure = None
-        with self._news.waiting():
-            life.call(partial(loop.end_step, loss), through=True)
+        if not self._own.made and not self.follows_run:
+            tell_of_late_start(self._here, self.param_groups, self.run_steps())
+        self._own.stepped(loop.step + 1, len(self.members))
+        try:
+            with self._news.waiting():
+                life.call(partial(loop.end_step, loss), through=True)
+        except UnencodableTensor as error:
+            self._end()  # or each later step would fail in another way
+            raise Failure("this peer leaves its run", str(error), "") from error
+        for reason in self._news.adopted():
+            tell(f"this peer has dropped its own work and taken over the run's state: {reason}")
+        self._own.tell_of_tokens(self.tokens_per_step)
         self._news.stepped(self.tokens_per_step)
+        self._jumps.watch.mark(self.last_round)
         keeps = loop.driver.method.keeps_gradients and loop.driver.pending
         self._held = self._replica.read(self._replica.names, "grad") if keeps else {}
         return self._training_task.returned
@@ -168,7 +190,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """Return the inner optimizer's state, with the method's under "swarm". Together with the
         model's own `state_dict`, it is all that a lone peer needs to continue as if it had never
         stopped."""
-        return {**self._inner.state_dict(), "swarm": self._life.call(self._remember)}
+        return {**self._inner.state_dict(), "swarm": self._life.call(lambda: remember(self._here))}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore all of a state dict, bit for bit, if this peer is alone in a new run (load the
@@ -185,7 +207,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
             if self._here.loop.step:
                 why = f"this optimizer has already made {self._here.loop.step} steps"
                 raise Usage("the state cannot be loaded now", why, "load it before the first step")
-            self._life.call(lambda: self._recall(swarm))
+            self._life.call(lambda: recall(self._here, swarm))
+            self._jumps.watch.mark()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise `Usage` once the run has begun: its terms fix the parameters."""
@@ -195,6 +218,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 "no parameters can be added", why, "make a new optimizer and start a new run"
             )
         super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raise `Usage`: a copy would be a second peer with this one's identity."""
+        why = "it is one peer of a run"
+        raise Usage(
+            "an optimizer cannot be copied or pickled", why, "copy or save its state_dict()"
+        )
 
     # the swarm
 
@@ -232,7 +262,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def tokens(self) -> int:
         """The run's progress: the agreed tokens plus an estimate of what all members have
         trained since."""
-        return self._life.call(self._tokens)
+        return self._life.call(self._here.tokens)
 
     @property
     def tokens_per_step(self) -> int:
@@ -245,8 +275,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def eval_params(self) -> dict[str, torch.Tensor]:
         """Return the method's outer parameters if it has any, otherwise the model's: in float32
-        on the CPU, and with the same bits on every peer after a round of an exact method."""
-        return self._life.call(self._eval_params)
+        (complex64) on the CPU, and with equal bits on all peers after a round of an exact one."""
+        found = self._life.call(self._here.eval_params)
+        return self._watch.like_model(found)
 
     def measures(self) -> dict[str, float]:
         """Return what this peer has measured so far, for loggers of your own; nothing once it is
@@ -277,6 +308,18 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 " check that the others are running and use this run's invite"
             ) from None
 
+    def finish(self) -> None:
+        """Make a last round for the members that are there, so that no step of this program is
+        its own alone: if all of them call this, those of an exact method end with equal weights.
+
+        Steps after it are steps as before. Present gradients are dropped."""
+        if not self._here.loop.driver.method.keeps_gradients:
+            self._inner.zero_grad()
+        with self._news.waiting():
+            here, own, task = self._here, self._own, self._training_task
+            self._life.call(lambda: finish(here, own, task, DRAIN_S))
+        self._jumps.watch.mark(self.last_round)
+
     def close(self, patient: bool = True) -> None:
         """Leave the run, and end the thread and the directory's process. It is safe to call this
         twice.
@@ -287,6 +330,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             if patient and self._end.alive and not self._life.ended:
                 self._life.call(lambda: drain(self._here.loop, DRAIN_S))
                 self._here.patient = True
+                self._own.tell()
         finally:
             self._end()
 
@@ -314,60 +358,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """Share the inner optimizer's groups and state, for learning-rate schedulers and
         gradient scalers."""
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
-
-    def _require_fit(self, name: str, made: Method) -> None:
-        """Raise `Usage` unless the method fits the inner optimizer and this model's layers."""
-        layers = layers_of(self._replica.names)
-        require_inner(name, made, self._inner)
-        require_layers(made, sum(map(is_numbered, layers)) or len(layers))
-
-    async def _tokens(self) -> int:
-        return self._here.loop.driver.tokens
-
-    async def _eval_params(self) -> dict[str, torch.Tensor]:
-        loop = self._here.loop
-        found = await loop.compute(lambda: loop.driver.method.eval_params(loop.driver.replica))
-        return {name: x.cpu() for name, x in found.items()}
-
-    async def _remember(self) -> dict[str, Any]:
-        loop = self._here.loop
-        method, replica = loop.driver.method, loop.driver.replica
-        tensors = await loop.compute(
-            lambda: {**method.snapshot(replica), **method.personal(replica)}
-        )
-        pending = [(key.stream, key.round) for key in loop.driver.pending]
-        facts = Remembered(loop.step, loop.driver.position, pending)
-        kept = {name: x.cpu() for name, x in tensors.items()}
-        return {"method": kept, "owed": loop.state_sync.feedback, **msgspec.to_builtins(facts)}
-
-    async def _recall(self, swarm: dict[str, Any]) -> None:
-        loop = self._here.loop
-        driver = loop.driver
-        try:
-            facts = msgspec.convert(
-                {name: value for name, value in swarm.items() if name not in TENSORS}, Remembered
-            )
-            await loop.compute(lambda: driver.method.resume(driver.replica, swarm["method"]))
-            place = facts.place
-        except (KeyError, TypeError, ValueError) as error:
-            raise Usage(
-                "the state does not fit this run",
-                str(error),
-                "load a state that this program saved",
-            ) from error
-        templates = {
-            template.key.stream: template for template in driver.method.streams(driver.replica)
-        }
-        open_ones = []
-        for stream, number in facts.pending:  # its outcome is lost: report it failed, once
-            exchange = replace(templates[stream], key=ExchangeKey(stream, number))
-            last = number if isinstance(exchange.group, RandomGroups) else place.rounds[stream]
-            open_ones.append(
-                Pending(exchange, facts.step, 0.0, Result("failed", last + exchange.stride))
-            )
-        driver.load_state(open_ones)
-        loop.step = facts.step
-        loop.state_sync.load_state(place, swarm.get("owed", {}))
 
 
 def _class_here(cls: type[Any]) -> type[Any]:
@@ -411,6 +401,15 @@ def _device_of(model: nn.Module) -> torch.device:
     if why:
         raise Usage('outer_state="device"', why, 'leave outer_state out, or choose "disk"')
     return place
+
+
+def require_fit(
+    name: str, made: Method, inner: torch.optim.Optimizer, parameters: Sequence[str]
+) -> None:
+    """Raise `Usage` unless the method fits the inner optimizer and this model's layers."""
+    layers = layers_of(parameters)
+    require_inner(name, made, inner)
+    require_layers(made, sum(map(is_numbered, layers)) or len(layers))
 
 
 def inner_optimizer(model: nn.Module, inner: InnerSpec, lr: float | None) -> torch.optim.Optimizer:

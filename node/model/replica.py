@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from farflock.node.model.copied_ahead import CopiedAhead
-from farflock.optimizers.method import BlockChange, TensorBlock, Tensors, What
-from farflock.optimizers.parts.blocks import block_length, blocks
+from farflock.optimizers.method import BlockChange, Replica, TensorBlock, Tensors, What
+from farflock.optimizers.parts.blocks import as_real, block_length, blocks
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.muon import Muon
 from farflock.optimizers.parts.packed_moment import PackedMoment
@@ -26,7 +26,8 @@ SCALARS = ("step", "mu_product")  # moments of one number per parameter
 class Slots:
     """The tensors of a module and its inner optimizer, by the names that methods use.
 
-    A tied parameter appears once; buffers and frozen parameters do not appear."""
+    A tied parameter appears once; buffers and frozen parameters do not appear. A complex tensor is
+    seen as a real one, whose last dimension holds the two parts."""
 
     def __init__(
         self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None
@@ -36,7 +37,9 @@ class Slots:
         }
         self._inner, self._clip_norm = inner, clip_norm
         # by name, in the module's order
-        self.shapes = {name: tuple(one.shape) for name, one in self.parameters.items()}
+        self.shapes = {
+            name: tuple(as_real(one.detach()).shape) for name, one in self.parameters.items()
+        }
 
     def find(self, name: str, what: What) -> Tensor:
         """Return the stored tensor; a missing one reads as zeros, and NAdam's product as 1."""
@@ -44,7 +47,7 @@ class Slots:
         if stored is not None:
             return stored
         if what not in SCALARS:
-            return torch.zeros_like(parameter.detach())
+            return as_real(torch.zeros_like(parameter.detach()))
         begins_at_1 = what == "mu_product" and isinstance(self._inner, torch.optim.NAdam)
         return torch.full((), float(begins_at_1), dtype=torch.float32)
 
@@ -52,17 +55,17 @@ class Slots:
         """Return `find` to be read only: zeros that are missing take no memory."""
         if what in SCALARS or self._stored(name, what) is not None:
             return self.find(name, what)
-        return torch.zeros((), dtype=torch.float32).expand(self.parameters[name].shape)
+        return torch.zeros((), dtype=torch.float32).expand(self.shapes[name])
 
     def _stored(self, name: str, what: What) -> Tensor | None:
         parameter = self.parameters[name]
         if what == "param":
-            return parameter.detach()
+            return as_real(parameter.detach())
         moments = self._inner.state.get(parameter, {})
         stored = parameter.grad if what == "grad" else moments.get(what)
         if isinstance(stored, PackedMoment):
             return stored.whole()
-        return None if stored is None else torch.as_tensor(stored).detach()
+        return None if stored is None else as_real(torch.as_tensor(stored).detach())
 
     def packed(self, name: str, what: What) -> PackedMoment | None:
         """Return a moment that is kept in one byte a value; what else reads it gets a copy."""
@@ -74,18 +77,18 @@ class Slots:
         packed = self.packed(name, what)
         if packed is not None:
             return packed.read(start, stop)
-        return self.peek(name, what).reshape(-1)[start:stop]
+        return flat_range(self.peek(name, what), start, stop)
 
     def ensure(self, name: str, what: What) -> Tensor | None:
         """Return the tensor to write to, created if it is missing; None for a moment that the
         optimizer does not have."""
         parameter = self.parameters[name]
         if what == "param":
-            return parameter.detach()
+            return as_real(parameter.detach())
         if what == "grad":
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            return parameter.grad
+            return as_real(parameter.grad)
         state = self._inner.state[parameter]
         if state.get(what) is None:
             first: dict[str, Tensor | PackedMoment] = {**self._first_moments(parameter)}
@@ -93,7 +96,24 @@ class Slots:
                 first[TREND] = torch.zeros_like(parameter)
             state.update({name: zero for name, zero in first.items() if state.get(name) is None})
         stored: Tensor | PackedMoment | None = state.get(what)
-        return stored.whole() if isinstance(stored, PackedMoment) else stored
+        if stored is None:
+            return None
+        return stored.whole() if isinstance(stored, PackedMoment) else as_real(stored)
+
+    def drop_gradient(self, name: str) -> None:
+        """Leave a parameter without a gradient, as if nothing had reached it: it reads as zeros,
+        and the inner step leaves the parameter as it is."""
+        self.parameters[name].grad = None
+
+    def drop_spoiled(self) -> None:
+        """Forget the moments of each parameter that has one which is not finite, and all gradients
+        that are not."""
+        for name, parameter in self.parameters.items():
+            kept = (what for what, x in self._inner.state.get(parameter, {}).items() if is_kept(x))
+            if not all(_is_finite(self.find(name, what)) for what in kept):
+                self._inner.state.pop(parameter)
+            if parameter.grad is not None and not _is_finite(parameter.grad):
+                self.drop_gradient(name)
 
     def step(self, rate: float | None) -> None:
         """Clip the gradient norm, step at `rate` (None: unchanged), and zero the gradients."""
@@ -231,14 +251,30 @@ class PlainReplica:
         """Clip the gradient norm, step at `lr` (None: at `self.lr`), and zero the gradients."""
         self._slots.step(self.lr if lr is None else lr)
 
+    def drop_gradients(self, names: Sequence[str]) -> None:
+        """Leave these parameters without gradients, which then read as zeros."""
+        for name in names:
+            self._slots.drop_gradient(name)
+
+    def drop_spoiled(self) -> None:
+        """See the function of this name."""
+        self._slots.drop_spoiled()
+
     @property
     def _length(self) -> int:
         return block_length(torch.empty(0, dtype=torch.float32, device=self.home))
 
 
+def drop_spoiled(replica: Replica) -> None:
+    """Forget moments of the inner optimizer that are not finite, after a batch that gave NaN: they
+    begin again. Shards keep theirs."""
+    if isinstance(replica, PlainReplica):
+        replica.drop_spoiled()
+
+
 def in_memory(shape: Sequence[int]) -> Tensor:
-    """Return float32 zeros in memory."""
-    return torch.zeros(tuple(shape), dtype=torch.float32)
+    """Return float32 zeros in memory, whatever a program's default device is."""
+    return torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,3 +310,26 @@ def require_place(name: str, what: What, target: Tensor | None, new: Tensor) -> 
 def blend(target: Tensor, new: Tensor, mix: float) -> None:
     """Set x <- (1 - mix)·x + mix·new in place, each operation rounded (portable arithmetic)."""
     target.copy_(new if mix == 1.0 else target * (1 - mix) + new * mix)
+
+
+def flat_range(x: Tensor, start: int, stop: int) -> Tensor:
+    """Return the values [start, stop) of `x.reshape(-1)`, of which little more is copied if the
+    tensor is transposed or channels-last."""
+    while not x.is_contiguous() and x.dim() > 1:
+        width = x[0].numel()
+        first, last = start // width, -(-stop // width)
+        start, stop = start - first * width, stop - first * width
+        if last - first != 1:
+            x = x[first:last]
+            break
+        x = x[first]
+    return x.reshape(-1)[start:stop]
+
+
+def is_kept(x: object) -> bool:
+    """Return whether an entry of an optimizer's state is a moment."""
+    return isinstance(x, Tensor | PackedMoment)
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())

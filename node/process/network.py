@@ -8,7 +8,6 @@ Shared by nodes (node/process/node_process.py) and by the optimizer for users' o
 
 import asyncio
 import contextlib
-import resource
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -79,6 +78,8 @@ def identity_of(folder: RunFolder) -> Identity:
 
 def raise_descriptor_limit() -> None:
     """Let this process open `DESCRIPTORS` files and sockets, or as many as its limit permits."""
+    import resource  # late: every system can import this module
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -13,7 +13,9 @@ from farflock.node.sinks.feed import Feeds, OpenSink
 EVERY_S = 10.0
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
-LOGS = {  # name of `--log`, which is that of the extra too: module, whose `chosen` opens a sink
+# name of `--log`, which is that of the package and of an extra too: module, whose `chosen` opens a
+# sink
+LOGS = {
     "tensorboard": "farflock.node.sinks.tensorboard_events",
     "wandb": "farflock.node.sinks.wandb_run",
 }

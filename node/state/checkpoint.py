@@ -7,7 +7,6 @@ every hash and that every value is finite.
 """
 
 import errno
-import fcntl
 import hashlib
 import logging
 import mmap
@@ -286,6 +285,8 @@ def _put(descriptor: int, rest: memoryview) -> None:
 
 def _set_direct(descriptor: int, *, wanted: bool) -> bool:
     """Let writes go past the cache, or not; return whether that changed anything."""
+    import fcntl  # late: every system can import this module
+
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     direct = getattr(os, "O_DIRECT", 0)
     changed = flags | direct if wanted else flags & ~direct

@@ -1,7 +1,8 @@
 """A run's local history: numbers (sqlite `run.db`), events and applied rounds (`*.jsonl`).
 
 The live view, `status` and the page read them from other processes while a run writes, and a killed
-run leaves them readable: sqlite in WAL mode with NORMAL durability, one write per line. All are
+run leaves them readable: sqlite in WAL mode (where the file system can) with NORMAL durability, one
+write per line. All are
 bounded: line files are rotated, and means over `ROLL` steps replace old numbers.
 """
 
@@ -25,6 +26,7 @@ ROLL = 100  # older rows per mean
 ROLL_ROWS = 5_000  # new rows between two roll-ups
 _SCHEMA_VERSION = 2
 _BUSY_S = 5.0
+_NO_WAL = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PROTOCOL)  # shared memory or its locks are missing
 _SCHEMA = f"""
 BEGIN;
 CREATE TABLE IF NOT EXISTS metrics (
@@ -78,8 +80,7 @@ class History:
         """Open or create a history for writing; `clock` returns the wall time (s) for its rows."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            database = _connect(f"{(folder / DATABASE).absolute().as_uri()}?mode=rwc")
-            _prepare(folder, database)
+            database = _prepared(folder)
             for name in (EVENTS, RECEIPTS):
                 LineFile(folder / name).mend()
         except (OSError, sqlite3.Error) as error:
@@ -229,9 +230,34 @@ def _connect(uri: str) -> sqlite3.Connection:
     return sqlite3.connect(uri, uri=True, timeout=_BUSY_S)
 
 
-def _prepare(folder: Path, database: sqlite3.Connection) -> None:
+def _prepared(folder: Path) -> sqlite3.Connection:
+    """Return the database in WAL mode; where the file system cannot map the memory that its users
+    share then, as on network drives, with a plain journal."""
+    uri = f"{(folder / DATABASE).absolute().as_uri()}?mode=rwc"
+    database = _connect(uri)
+    try:
+        _prepare(folder, database, "WAL")
+    except sqlite3.OperationalError as error:
+        database.close()
+        if error.sqlite_errorcode & 0xFF not in _NO_WAL:
+            raise
+        database = _connect(uri)
+        database.execute("PRAGMA locking_mode = EXCLUSIVE")  # nothing is shared: it can be read
+        database.execute("PRAGMA journal_mode = DELETE")
+        database.execute("PRAGMA locking_mode = NORMAL")
+        _prepare(folder, database, "DELETE")
+        log.warning(
+            "the history in %s has a plain journal (its file system: %s), so other programs may"
+            " wait for the node; choose a --folder on a disk of this machine to avoid that",
+            folder,
+            error,
+        )
+    return database
+
+
+def _prepare(folder: Path, database: sqlite3.Connection, journal: str) -> None:
     _require_version(folder, database)
-    database.execute("PRAGMA journal_mode = WAL")
+    database.execute(f"PRAGMA journal_mode = {journal}")
     database.execute("PRAGMA synchronous = NORMAL")
     if database.execute("PRAGMA user_version").fetchone()[0] == 1:
         database.executescript(_WIDEN)

@@ -10,16 +10,30 @@ from pathlib import Path
 
 import platformdirs
 
+from farflock.node.errors import Failure
+
 HOME_VARIABLE = "FARFLOCK_HOME"
 
 
 def home() -> Path:
     """Return the folder of all of Farflock's files: FARFLOCK_HOME, else the user's data folder.
 
-    Beside nodes' folders it holds `tokenizers/` and `prepared/`, which are caches."""
-    if named := os.environ.get(HOME_VARIABLE):
-        return Path(named).expanduser()
-    return platformdirs.user_data_path("farflock", appauthor=False)
+    Beside nodes' folders it holds `tokenizers/`, `prepared/` and `data/`, which are caches. Raise
+    `Failure` if it is in the home of a user without one, as in a container."""
+    named = os.environ.get(HOME_VARIABLE)
+    try:
+        if named:
+            return Path(named).expanduser()
+        found = platformdirs.user_data_path("farflock", appauthor=False)
+    except RuntimeError:
+        found = Path("~")
+    if not found.is_absolute():  # some versions leave `~` as it is
+        raise Failure(
+            "there is no folder for Farflock's files",
+            "this user has no home",
+            f"set {HOME_VARIABLE}, or choose a --folder",
+        )
+    return found
 
 
 def write_whole(path: Path, content: bytes) -> None:

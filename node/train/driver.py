@@ -87,11 +87,13 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class EncodedExchange:
-    """An exchange that is encoded for the swarm."""
+    """An exchange that is encoded for the swarm; `withheld` says why its own values are not in it
+    (withheld.py)."""
 
     exchange: Exchange
     payloads: tuple[bytes, ...]
     claim: Claim
+    withheld: str = ""
 
 
 class ContributionLog(Protocol):

@@ -6,6 +6,7 @@ between them only waits.
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from farflock.compression.catalog import codec
-from farflock.compression.codec import CorruptPayload
+from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.elementwise import weighted_mean
 from farflock.node.model.device import CPU
-from farflock.node.train import microbatch_ids
+from farflock.node.train import microbatch_ids, withheld
 from farflock.node.train.driver import Claim, EncodedExchange
 from farflock.node.train.shards import DecodedTensors, Inputs, Reducer, ShardLayout
 from farflock.optimizers.method import (
@@ -31,7 +32,7 @@ from farflock.optimizers.method import (
     TensorBlock,
     Tensors,
 )
-from farflock.optimizers.parts.blocks import LazyTensors, read, shapes_of
+from farflock.optimizers.parts.blocks import LazyTensors, is_zero, read, shapes_of
 from farflock.optimizers.parts.spread import Spread, in_turn
 from farflock.optimizers.parts.state import Shapes
 from farflock.swarm.peer.context import PeerContext
@@ -41,6 +42,8 @@ from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
 STOPPING_WAIT_S = 2.0  # for an answer under way: a lone peer's last state must not depend on timing
 MIN_WAIT_S = 0.001  # a wait below the clock's resolution would never end in virtual time
+
+log = logging.getLogger(__name__)
 
 UnderWay = dict[ExchangeKey, asyncio.Task[Result]]
 
@@ -140,6 +143,8 @@ class ExchangeClient:
         self.peer, self._run_seed, self.stage, self.spread = peer, run_seed, stage, spread
         self.home = home
         self._codings: dict[str, _Coding] = {}
+        self._withheld = withheld.Withheld()
+        self.has_twin = False  # another peer was seen to send the same updates
 
     def open(
         self, template: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False
@@ -169,10 +174,25 @@ class ExchangeClient:
         payloads = itertools.chain.from_iterable(self.spread(encoded, layout.runs))
         return EncodedExchange(exchange, tuple(payloads), claim)
 
+    def offer(self, exchange: Exchange, claim: Claim) -> EncodedExchange:
+        """Encode an exchange, or an empty one in place of tensors that are not finite.
+
+        Raise `UnencodableTensor` for the latter if nobody else is there, or too often."""
+        try:
+            offer = self.encode(exchange, claim)
+        except UnencodableTensor as error:
+            if self.members() == 1:
+                raise
+            empty = self.encode(*self._withheld.instead(exchange, claim, error))
+            return replace(empty, withheld=withheld.reason(exchange))
+        self._withheld.in_a_row = 0
+        return offer
+
     async def exchange(self, offer: EncodedExchange) -> RoundOutcome:
         """Run an encoded exchange over the swarm.
 
-        Raise `OutOfStep` if the group has left this peer behind or holds another state."""
+        Raise `OutOfStep` if the group has left this peer behind or holds another state, or if what
+        this peer had to send was withheld."""
         key, claim = offer.exchange.key, offer.claim
         coding = self._codings[key.stream]
         shards = (*offer.payloads, claim.notes) if coding.noted else offer.payloads
@@ -190,6 +210,8 @@ class ExchangeClient:
         if outcome.state and outcome.state != claim.state:
             theirs, mine = outcome.state.hex()[:12], claim.state.hex()[:12] or "none"
             raise OutOfStep(f"{round_name}: the group starts from state {theirs}, not {mine}")
+        if offer.withheld:
+            raise OutOfStep(offer.withheld)
         return outcome
 
     def decode(
@@ -201,6 +223,8 @@ class ExchangeClient:
             outcome, notes = _without_notes(outcome)
         assert outcome.status != "lost", f"{outcome.key} is lost and has no result"
         coding.reducer.settle(outcome.key.round, outcome.reduced)
+        if payloads and not self.has_twin:
+            self._look_for_twin(coding, outcome, payloads)
         failed = Result("failed", outcome.next_round, tokens=outcome.tokens)
         if outcome.status == "failed":
             return failed
@@ -223,6 +247,27 @@ class ExchangeClient:
             taken=_taken_ranges(coding.out, outcome.taken) if payloads else {},
             tokens=outcome.tokens,
             notes=notes,
+        )
+
+    def _look_for_twin(
+        self, coding: _Coding, outcome: RoundOutcome, payloads: Sequence[bytes]
+    ) -> None:
+        """Say once that another peer has sent the same update as this one, and not of zeros."""
+        others = (outcome.gathered or {}).items()
+        equal = (peer for peer, sent in others if peer != self.peer.context.me and sent == payloads)
+        twin = next(iter((*outcome.twins, *equal)), None)
+        if twin is None:
+            return
+        layout, number = coding.out, outcome.key.round
+        mine = DecodedTensors(layout, number, payloads, coding.shapes, coding.home)
+        if all(is_zero(mine[name]) for name in coding.shapes):
+            return
+        self.has_twin = True
+        log.warning(
+            "peer %s has sent the same update as this peer in round %d of %s, bit for bit: both"
+            " draw the same data in the same order, so one of them works for nothing; seed each"
+            " program's data by its rank or its peer id",
+            *(twin, number, outcome.key.stream),
         )
 
     def replay(self, stream: str, round_number: int) -> Result | None:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from farflock.node.model.replica import Storage, in_memory
+from farflock.node.model.replica import Storage, drop_spoiled, in_memory
 from farflock.node.state.cut import Cut
 from farflock.node.state.spool import Malformed, room, spooled, tensors_of
 from farflock.node.train.driver import Apply, Driver, RunPosition
@@ -196,6 +196,7 @@ class StateSync:
         rounds = self._rounds_in(state)
         self._driver.cuts.before_change()
         self._driver.method.restore(self._driver.replica, state, "adopt")
+        drop_spoiled(self._driver.replica)
         return rounds
 
     def _rounds_in(self, state: State) -> dict[str, int]:

@@ -8,7 +8,7 @@ no bit: what is computed of it depends on each place alone.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -176,6 +176,11 @@ def is_zero(x: Tensor) -> bool:
     )
 
 
+def as_real(x: Tensor) -> Tensor:
+    """Return a tensor, or a view of a complex one as real: (..., 2), both parts of each value."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
 class BlocksOfWhole:
     """`Replica.block` and `Replica.update` by whole tensors, one at a time; state in memory."""
 
@@ -202,3 +207,26 @@ class BlocksOfWhole:
                         changed[what] = x
             for what, x in changed.items():
                 self.write({name: x}, what)
+
+
+@runtime_checkable
+class DropsGradients(Protocol):
+    """A replica whose parameters may be without gradients."""
+
+    def drop_gradients(self, names: Sequence[str]) -> None:
+        """Leave these parameters without gradients, which then read as zeros."""
+        ...
+
+
+def set_gradients(replica: Replica, gradients: Tensors) -> None:
+    """Set gradients, but leave a parameter without one where it would be all zeros.
+
+    So an inner step leaves the parameter as it is, as after torch's DDP with
+    `find_unused_parameters` where nobody has used it: momentum and weight decay rest too. A replica
+    that cannot do that gets zeros."""
+    if not isinstance(replica, DropsGradients):
+        replica.write(gradients, "grad")
+        return
+    none = [name for name, x in gradients.items() if is_zero(x)]
+    replica.drop_gradients(none)
+    replica.write({name: x for name, x in gradients.items() if name not in set(none)}, "grad")

@@ -21,10 +21,12 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
 
     Excluded are embeddings, whose rows are looked up one at a time; the output head, which is tied
     to one, or is the module's last matrix with an embedding's shape; and anything that is not 2-D
-    (norms, biases, convolutions).
+    and real (norms, biases, convolutions).
     """
     embeddings = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
-    matrices = [entry for entry in module.parameters() if entry.dim() == 2]
+    matrices = [
+        entry for entry in module.parameters() if entry.dim() == 2 and not entry.is_complex()
+    ]
     outside = {id(entry) for entry in embeddings}
     if matrices and matrices[-1].shape in {entry.shape for entry in embeddings}:
         outside.add(id(matrices[-1]))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from farflock.compression.elementwise import root
 from farflock.compression.payload import divided
+from farflock.optimizers.parts.blocks import as_real
 from farflock.optimizers.parts.norms import norm_of
 from farflock.optimizers.parts.per_parameter import PerParameter
 
@@ -71,8 +72,8 @@ class PortableSGD(_Portable, torch.optim.SGD):
 
 def _pieces(*held: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Yield pieces of tensors of one shape, flat, as views; of a shard, those of the values that
-    are here. Tensors that lie in another order are one piece."""
-    here = [getattr(x, "to_local", x.detach)().detach() for x in held]
+    are here. Tensors that lie in another order are one piece, and complex ones are seen as real."""
+    here = [as_real(getattr(x, "to_local", x.detach)().detach()) for x in held]
     if not all(x.is_contiguous() for x in here):
         yield tuple(here)
         return

@@ -186,7 +186,7 @@ def exact_mean(
             np.float32(weight) * share * masks[name] * x[name].numpy()
             for weight, x, masks in contributions
         ]
-        mean[name] = torch.from_numpy(sum(parts[1:], parts[0]).astype(np.float32))
+        mean[name] = torch.from_numpy(np.asarray(sum(parts[1:], parts[0]), np.float32))
     return mean
 
 

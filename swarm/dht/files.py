@@ -5,7 +5,6 @@ The daemon makes none of them: two with one identity start without complaint, an
 """
 
 import errno
-import fcntl
 import os
 import socket
 import stat
@@ -30,14 +29,18 @@ class IdentityLock:
     """An exclusive flock on a key file, held until `release` or process exit, so never stale."""
 
     def __init__(self, path: Path) -> None:
-        """Raise `IdentityInUse` if the lock is held, `OSError` if the file cannot be opened."""
+        """Raise `IdentityInUse` if the lock is held, and `OSError` if the file cannot be opened or
+        locked, as on some network drives."""
+        import fcntl  # late: every system can import this module
+
         self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.release()
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
+                why = f"the file system there has no locks ({error.strerror})"
+                raise OSError(errno.ENOLCK, why, str(path)) from None
             raise IdentityInUse(
                 f"{path}: another running peer uses this identity; "
                 "stop that peer, or give this one an identity of its own"

@@ -43,6 +43,7 @@ class LoggedRound:
     complete: bool = False
     content_bytes: int = 0  # once it is complete
     reminders: Reminders = field(default_factory=Reminders)
+    twins: tuple[PeerId, ...] = ()  # members that offered the same bytes as this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,7 @@ def outcome(stream: Stream, number: int, logged: LoggedRound, bundles: BundleSto
         number + stream.cadence.stride,
         tokens=close.tokens,
         state=close.state,
+        twins=logged.twins,
     )
     if not close.items:
         return bare

@@ -503,6 +503,7 @@ class OpenRounds:
                 machine.close, roster.peers, len(roster.contributors), decided, machine.taken()
             )
             entry.reminders = machine.closing.reminders
+            entry.twins = machine.twins()
             self._log.enter(state, key.round, entry)
         if machine.complete and self._is_live(machine):
             del self._machines[key]

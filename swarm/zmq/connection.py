@@ -1,12 +1,10 @@
 """One TCP connection under a ZMQ socket, watched through a duplicate of its descriptor."""
 
 import contextlib
-import fcntl
 import os
 import socket
 import struct
 import sys
-import termios
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_RECORD_BYTES
@@ -87,6 +85,9 @@ class Connection:
         info = self._handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED_AT + 8)
         if len(info) < _BYTES_RECEIVED_AT + 8:
             return 0
+        import fcntl  # late: every system can import this module
+        import termios
+
         waiting = struct.unpack("i", fcntl.ioctl(self._handle, termios.FIONREAD, bytes(4)))[0]
         return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0]) - int(waiting)
 

@@ -70,6 +70,7 @@ def test_the_map_shows_the_rooms_in_the_order_of_their_imports():
         "durable",
         "machine",
         "errors",
+        "extras",
         "reporting",
     }
     assert all(height[above] > height[below] for above, below in drawn)

@@ -139,7 +139,7 @@ class Silent:
     def encoded(self, exchange, claim, encode):
         return encode(exchange, self.hashed(exchange, claim))
 
-    def encode(self, exchange, claim):
+    def offer(self, exchange, claim):
         return SimpleNamespace(exchange=exchange, payloads=())
 
     async def exchange(self, offer):

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import dataclasses
 import re
-import resource
 import sys
 from pathlib import Path
 
@@ -58,6 +57,8 @@ class Peak:
     def highest_bytes(self) -> int:
         """Return the peak since `forget`; on Linux, `ru_maxrss` would begin at the parent's."""
         if not sys.platform.startswith("linux"):
+            import resource
+
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         match = re.search(r"^VmHWM:\s*(\d+) kB$", self._status.read_text(), re.M)
         assert match is not None, "/proc/self/status has no VmHWM"

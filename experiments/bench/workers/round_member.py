@@ -12,7 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import TypeVar, cast
 
 import msgspec
 import torch
@@ -35,7 +36,8 @@ from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 
 DELTA = 1e-3  # deviation of what a round's steps change
 RATE = 1e-3
-OTHER = "other"
+ME = "me"
+ME, OTHER = "me", "other"
 RUN_SEED = 1
 WIDTH = 2048  # columns of each matrix but the embedding
 EMBEDDING = 4  # the embedding has one parameter in so many
@@ -143,6 +145,7 @@ class Member:
         for what in ("param", *(("exp_avg", "exp_avg_sq") if settings.moments else ())):
             self._fill(what)
         self._peer = Alone()
+        self._peer.context = cast(PeerContext, SimpleNamespace(me=ME))  # all that is asked of it
         made = method(settings.method, **settings.options)
         self.driver = Driver(made, self.replica)
         self.client = ExchangeClient(self._peer, RUN_SEED, home=self.replica.home)
@@ -214,7 +217,7 @@ class Member:
             theirs = tuple(map(_copy, mine))
             clock.timed("digest", lambda: [digest_of(payload) for payload in theirs])
             clock.timed("check", lambda: self._check(exchange, theirs))
-            outcome = _outcome(exchange, len(mine), gathered={"me": mine, OTHER: theirs})
+            outcome = _outcome(exchange, len(mine), gathered={ME: mine, OTHER: theirs})
             return outcome, sum(map(len, mine)) + sum(map(len, theirs))
         half = len(mine) // 2
         parts = [_copy(payload) for payload in mine[:half]]
@@ -232,7 +235,7 @@ class Member:
     ) -> Iterator[bytes]:
         """Yield the reductions of this member's half."""
         for index, payload in enumerate(theirs):
-            inputs = [("me", 1.0, mine[index]), (OTHER, 1.0, payload)]
+            inputs = [(ME, 1.0, mine[index]), (OTHER, 1.0, payload)]
             data = self._peer.stream.reduce(exchange.key.round, index, inputs).data
             assert data is not None
             yield data
@@ -244,7 +247,7 @@ class Member:
         layout = layout_of(exchange, RUN_SEED)
         reducer = Reducer(layout, codec(exchange.return_codec), compensate=False)
         for index in range(first, len(mine)):
-            inputs = [("me", 1.0, mine[index]), (OTHER, 1.0, mine[index])]
+            inputs = [(ME, 1.0, mine[index]), (OTHER, 1.0, mine[index])]
             data = reducer.reduce(exchange.key.round, index, inputs).data
             assert data is not None
             yield data
@@ -268,7 +271,7 @@ def _outcome(
         Key(exchange.key.stream, exchange.key.round),
         "ok",
         exchange.key.round + exchange.stride,
-        ("me", OTHER),
+        (ME, OTHER),
         (1.0, 1.0),
         reduced,
         gathered,

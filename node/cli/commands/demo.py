@@ -89,9 +89,11 @@ def command(
         return
     from farflock.node.cli.live import live
     from farflock.node.demo.demo import Demo
+    from farflock.node.demo.figure import warn_of_no_figure
     from farflock.node.run.manifest import demo_manifest
 
     out = Output(as_json)
+    warn_of_no_figure(out.line)
     described = demo_manifest(method, peers, steps)
     with _place(folder) as place:
         file = place / "run.toml"
@@ -134,8 +136,10 @@ def _contributors(plan: "RunPlan") -> int:
 
 def _pipeline(out: Output, steps: int, folder: Path | None, device: str) -> None:
     from farflock.node.cli.live import live
+    from farflock.node.demo.figure import warn_of_no_figure
     from farflock.node.demo.pipeline import SERVERS, STAGES, PipelineDemo, pipeline_manifest, report
 
+    warn_of_no_figure(out.line)
     described, processes = pipeline_manifest(steps), STAGES * SERVERS
     with _place(folder) as place:
         file = place / "run.toml"
@@ -158,6 +162,12 @@ def _pipeline(out: Output, steps: int, folder: Path | None, device: str) -> None
         facts |= {"peers_killed": demo.killed, "peers_joined": demo.joined}
         text = _text(facts, demo.missing(), "the unsplit model", "a sixth of the data")
         out.result(facts, text)
+
+
+def _drawn(path: str) -> str:
+    if path.endswith(".csv"):  # without matplotlib
+        return f"losses: {path}"
+    return f"loss plot: {path} (SVG and CSV next to it)"
 
 
 @contextmanager
@@ -204,7 +214,7 @@ def _text(
             f"{kept}; untrained {facts['untrained_loss']:.3f}, unigram {facts['unigram_loss']:.3f}",
             f"peers killed: {facts['peers_killed']}; joined: {facts['peers_joined']}",
             *missing,
-            f"loss plot: {facts['plot']} (SVG and CSV next to it)",
+            _drawn(str(facts["plot"])),
             f"checkpoint: {facts['checkpoint']}",
             f"\n{facts['sample']}",
         )

@@ -13,6 +13,7 @@ import click
 from farflock.node.cli.commands.options import device_option
 from farflock.node.cli.output import Output
 from farflock.node.errors import Failure, Usage
+from farflock.node.extras import line_for, require
 
 if TYPE_CHECKING:
     from farflock.node.model.evaluation import HeldOutLoss
@@ -164,6 +165,7 @@ def _score(
     fewshot: int | None,
 ) -> None:
     """Run tasks; what the harness prints goes to standard error."""
+    require("--tasks", "lm_eval")
     from farflock.node.model.device import choose
     from farflock.node.state.saved_model import open_model
 
@@ -175,7 +177,7 @@ def _score(
             raise Failure(
                 "tasks are run by the package lm_eval",
                 str(error),
-                'pip install "farflock[eval]"',
+                f"run {line_for('lm_eval')}",
             ) from None
         model = saved.model.to(place)
         scores = evaluate_tasks(

@@ -89,6 +89,10 @@ class Collective:
             self._offer_due_s = now_s + min(OFFER_WAIT_S, wait_s)
         self._advance(now_s, everywhere=True)
 
+    def twins(self) -> tuple[PeerId, ...]:
+        """Return the members that are known to have offered the same bytes as this one."""
+        return tuple(self.roster.peers[at] for at in self.content.offers.twins(self.roster.me))
+
     def receive(self, now_s: float, sender: int, message: ContentMessage | PaxosMessage) -> None:
         """Handle a member's message about this key.
 

@@ -35,6 +35,14 @@ class Offers(dict[int, Offer]):
         said = ((member, self[member].evaluation) for member in members)
         return tuple((member, value) for member, value in said if value is not None)
 
+    def twins(self, me: int) -> list[int]:
+        """Return the members whose contributions have the same bytes as this member's."""
+        mine = self.get(me)
+        if mine is None:
+            return []
+        others = sorted(at for at in self if at != me)
+        return [at for at in others if self[at].digests == mine.digests]
+
     def common_state(self) -> bytes:
         """Return the hash of the state that most members started from; the smallest in a tie."""
         counts = collections.Counter(offer.state for offer in self.values())

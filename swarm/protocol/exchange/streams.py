@@ -120,7 +120,8 @@ class RoundOutcome:
     """The outcome of an exchange: `reduced` by shard, or `gathered` by peer (pairs and gathers).
 
     `taken` tells for each shard whether this peer's contribution is in it. `tokens` are the run's
-    agreed tokens after the round, `state` the hash of the state before it that most members had."""
+    agreed tokens after the round, `state` the hash of the state before it that most members had.
+    `twins` are members that offered exactly this peer's bytes to a collective round."""
 
     key: Key
     status: RoundStatus
@@ -132,3 +133,4 @@ class RoundOutcome:
     taken: tuple[bool, ...] = ()
     tokens: int = 0
     state: bytes = b""
+    twins: tuple[PeerId, ...] = ()

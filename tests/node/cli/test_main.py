@@ -17,6 +17,7 @@ from farflock.node.cli import main as cli
 from farflock.node.errors import Failure, RefusedByRun, Terminated, Usage
 from farflock.node.model.llama import PRESETS, build
 from farflock.node.state import checkpoint
+from farflock.swarm.frame import VERSION as PROTOCOL
 
 ROOT = Path(__file__).parents[3]
 TINY = PRESETS["tiny"]
@@ -38,6 +39,14 @@ def failing(monkeypatch):
         monkeypatch.setitem(cli.COMMANDS, "fail", ("nowhere:command", "It fails."))
 
     return install
+
+
+def test_without_pytorch_the_line_that_installs_it_is_named(failing, farflock):
+    failing(ModuleNotFoundError("No module named 'torch'", name="torch"))
+    code, _, err = farflock("fail")
+    assert code == 1
+    assert err.startswith("farflock: PyTorch is not installed; run `pip install torch")
+    assert len(err.splitlines()) == 1
 
 
 @pytest.fixture
@@ -100,7 +109,8 @@ def test_without_a_command_the_help_is_shown_as_a_usage_error(farflock):
 def test_the_version_is_that_of_the_package(farflock):
     from farflock import __version__
 
-    assert farflock("--version") == (0, f"farflock, version {__version__}\n", "")
+    said = f"farflock {__version__}, protocol {PROTOCOL}\n"
+    assert farflock("--version") == (0, said, "")
 
 
 @pytest.mark.parametrize(

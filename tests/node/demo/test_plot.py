@@ -2,6 +2,7 @@
 
 import csv
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 
 from farflock.node.demo.baselines import Comparison
 from farflock.node.demo.demo import Child, Mark
+from farflock.node.demo.figure import warn_of_no_figure
 from farflock.node.demo.plot import plot, tokens_at
 from farflock.node.state.history import History
 
@@ -37,8 +39,8 @@ def peer(tmp_path):
 
 
 @pytest.fixture
-def drawn(peer, tmp_path):
-    """The plot of three peers, of which one was killed and one came late."""
+def plotted(peer, tmp_path):
+    """A function that plots three peers, of which one was killed and one came late."""
     falling = [5.0 / (1 + step / 40) + 1.2 for step in range(200)]
     children = (
         peer("founder", falling, [(0, 0), (200, TOTAL)]),
@@ -46,7 +48,12 @@ def drawn(peer, tmp_path):
         peer("newcomer", falling[100:], [(0, TOTAL // 2), (100, TOTAL)]),
         peer("server", [float("nan")], []),
     )
-    return plot(tmp_path, children, MARKS, TOTAL, COMPARED)
+    return lambda: plot(tmp_path, children, MARKS, TOTAL, COMPARED)
+
+
+@pytest.fixture
+def drawn(plotted):
+    return plotted()
 
 
 def test_it_is_a_png_with_an_svg_and_its_data_next_to_it(drawn):
@@ -79,6 +86,23 @@ def test_the_data_have_every_curve_loss_and_event(drawn):
     assert int(newcomer[0]["tokens"]) > TOTAL // 2
     assert {"what": "held out: DDP", "tokens": str(TOTAL), "loss": "1.80000"} in rows
     assert {"what": "event: founder frozen", "tokens": "496000", "loss": ""} in rows
+
+
+def test_without_matplotlib_the_data_are_written_and_the_line_that_brings_it_is_said(
+    plotted, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = []
+    warn_of_no_figure(said.append)
+    assert "matplotlib is not installed: `pip install 'farflock[plot]'`" in said[0]
+    path = plotted()
+    assert path.name == "loss.csv"
+    assert "held out: DDP" in path.read_text()
+    assert not path.with_suffix(".png").exists()
+
+
+def test_with_matplotlib_nothing_is_said():
+    warn_of_no_figure(pytest.fail)
 
 
 def test_a_step_between_two_looks_lies_between_their_tokens():

@@ -138,6 +138,42 @@ def test_the_database_is_in_the_mode_that_readers_and_crashes_do_not_harm(tmp_pa
         database.close()
 
 
+class OnNetworkDrive(sqlite3.Connection):
+    """A connection whose file system maps no memory for several processes, which WAL needs."""
+
+    is_alone = False
+
+    def execute(self, statement, *arguments):
+        self.is_alone |= statement.endswith("EXCLUSIVE")
+        is_wal = super().execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        if is_wal and not self.is_alone and not statement.endswith("WAL"):
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMMAP
+            raise error
+        return super().execute(statement, *arguments)
+
+
+@pytest.mark.parametrize("before", ["nothing", "a history in WAL mode"])
+def test_where_no_memory_can_be_shared_the_journal_is_plain_and_a_note_says_so(
+    tmp_path, clock, monkeypatch, caplog, before
+):
+    connect = sqlite3.connect
+    if before != "nothing":
+        with History.open(tmp_path, clock) as run:
+            run.metrics(1, loss=3.0)
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda at, **how: connect(at, factory=OnNetworkDrive, **how)
+    )
+    with History.open(tmp_path, clock) as run:
+        run.metrics(2, loss=2.0)
+    (note,) = caplog.messages
+    assert "has a plain journal (its file system: disk I/O error)" in note
+    assert "choose a --folder on a disk of this machine" in note
+    database = sqlite3.connect(tmp_path / "run.db")
+    assert database.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+    assert database.execute("SELECT MAX(step) FROM metrics").fetchone() == (2,)
+
+
 def test_a_reader_cannot_write(tmp_path, clock):
     History.open(tmp_path, clock).close()
     reader = History.read(tmp_path)

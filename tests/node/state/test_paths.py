@@ -8,6 +8,7 @@ from pathlib import Path
 import platformdirs
 import pytest
 
+from farflock.node.errors import Failure
 from farflock.node.state.paths import HOME_VARIABLE, RunFolder, home, write_whole
 
 
@@ -27,6 +28,32 @@ def test_a_variable_moves_it(monkeypatch, named):
 def test_an_empty_variable_counts_as_none(monkeypatch):
     monkeypatch.setenv(HOME_VARIABLE, "")
     assert home() == platformdirs.user_data_path("farflock", appauthor=False)
+
+
+@pytest.mark.parametrize("version", ["it raises", "it leaves ~"])
+def test_a_user_without_a_home_is_told_what_to_set_and_no_folder_is_called_tilde(
+    monkeypatch, version
+):
+    def nowhere(*names, **options):
+        if version == "it raises":
+            raise RuntimeError("could not determine the home directory")
+        return Path("~/.local/share/farflock")
+
+    monkeypatch.delenv(HOME_VARIABLE, raising=False)
+    monkeypatch.setattr(platformdirs, "user_data_path", nowhere)
+    with pytest.raises(Failure, match="this user has no home; set FARFLOCK_HOME, or choose a --f"):
+        RunFolder.at(None)
+    assert RunFolder.at(Path("here")).path == Path("here")
+
+
+def test_a_tilde_in_the_variable_of_a_user_without_a_home_is_no_folder(monkeypatch):
+    def homeless(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv(HOME_VARIABLE, "~/flock")
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    with pytest.raises(Failure, match="this user has no home"):
+        home()
 
 
 def test_a_nodes_folder_is_the_named_one_or_lies_in_the_users_data(monkeypatch, tmp_path):

@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import os
 import socket
 import subprocess
@@ -6,6 +8,7 @@ import sys
 import pytest
 from worlds.waiting import ended, line_of
 
+from farflock.node.errors import explained
 from farflock.swarm.dht.files import (
     SOCKET_MIN_AGE_S,
     IdentityInUse,
@@ -54,6 +57,19 @@ def test_the_lock_holds_between_processes_and_ends_with_its_holder(tmp_path):
         holder.stdin.close()
         holder.stdout.close()
     IdentityLock(path).release()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_named_with_the_file(tmp_path, monkeypatch, number):
+    def refuse(descriptor, wanted):
+        raise OSError(number, os.strerror(number))
+
+    path = tmp_path / "key"
+    path.touch()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match=r"the file system there has no locks \(.*\).*key") as caught:
+        IdentityLock(path)
+    assert str(explained(caught.value)).endswith("; choose a --folder on a disk of this machine")
 
 
 def test_a_missing_key_file_is_not_created(tmp_path):

@@ -1,0 +1,58 @@
+"""What no swarm can train is refused by name before anything starts."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from worlds import virtual_optimizer
+
+from farflock.node.errors import Usage
+from farflock.node.library.swarm_optimizer import SwarmOptimizer
+
+
+class NoDoor:
+    """A door that must not be opened."""
+
+    def enter(self, join_request):
+        raise AssertionError("something was started")
+
+
+def of_zero_3():
+    model = nn.Sequential(nn.Linear(8, 8))
+    weight = model[0].weight
+    weight.ds_shape, weight.data = weight.shape, torch.empty(0)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 2, device="meta")), "0.weight: it is on the meta"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), "0.weight: it has no shape yet"),
+        (of_zero_3, "0.weight: it is a shard of DeepSpeed's ZeRO-3"),
+        (lambda: nn.Embedding(3, 2, sparse=True), "parameter weight: its gradients are sparse"),
+        (
+            lambda: nn.Sequential(nn.EmbeddingBag(3, 2, mode="sum", sparse=True)),
+            "parameter 0.weight: its gradients are sparse; use the layer with sparse=False",
+        ),
+    ],
+)
+def test_it_is_refused_by_name(model, says):
+    with pytest.raises(Usage, match=says) as refused:
+        SwarmOptimizer(model(), invite=NoDoor())
+    assert "\n" not in str(refused.value)
+
+
+def test_a_sparse_layer_may_be_frozen():
+    model = nn.Sequential(nn.Embedding(3, 2, sparse=True).requires_grad_(False), nn.Linear(2, 1))
+    virtual_optimizer.alone(model).close(patient=False)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_optimizer_is_not_copied(copied):
+    optimizer = virtual_optimizer.alone(nn.Linear(2, 2))
+    with pytest.raises(Usage, match="cannot be copied or pickled: it is one peer of a run"):
+        copied(optimizer)
+    optimizer.close(patient=False)

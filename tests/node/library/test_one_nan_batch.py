@@ -1,0 +1,85 @@
+"""A batch that gives NaN costs its peer the round, and nobody else anything."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+from torch import nn
+from worlds.virtual_optimizer import train_together
+
+from farflock.compression.codec import UnencodableTensor
+
+torch.set_num_threads(1)
+DEADLINE_S = 30.0
+PERIOD = 3
+
+
+def model_of(rank):
+    model = nn.Linear(8, 1)
+    with torch.no_grad():
+        model.weight.fill_(0.25)
+        model.bias.fill_(0.0)
+    return model
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def loss_of(rank, step, spoiled):
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * rank + step))
+
+    def loss(model):
+        made = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        return made * math.nan if spoiled else made
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("diloco", {"period": PERIOD}),
+        ("noloco", {"period": PERIOD}),
+        ("sparseloco", {"period": PERIOD}),
+        ("ddp", {}),
+    ],
+)
+def test_the_others_round_closes_at_once_and_the_peer_takes_over_their_state(method, options):
+    async def work(member):
+        clock, began_s = asyncio.get_running_loop().time, None
+        for step in range(4 * PERIOD):
+            spoiled = member.rank == 1 and step == PERIOD + 1
+            began_s = clock() if step == PERIOD else began_s
+            await member.step(loss_of(member.rank, step, spoiled))
+            if step == 2 * PERIOD - 1:
+                took_s = clock() - began_s
+        reasons = [fields["reason"] for kind, fields in member.reports if kind == "adopt"]
+        finite = all(x.isfinite().all() for x in member.model.parameters())
+        return took_s, reasons, finite, member.rounds[-1]
+
+    lives = train_together(3, method, model_of, work, adamw, **options)
+    assert all(finite for _, _, finite, _ in lives)
+    assert all(took_s < DEADLINE_S / 10 for took_s, *_ in lives)
+    assert [len(reasons) for _, reasons, _, _ in lives] == [0, 1, 0]
+    assert "had NaN or infinity" in lives[1][1][0]
+    status = {last["status"] for *_, last in lives}
+    assert status <= {"ok", "alone"} if method == "noloco" else status == {"ok"}
+
+
+def test_after_three_such_rounds_in_a_row_the_peer_ends_with_one_sentence():
+    async def work(member):
+        for step in range(8 * PERIOD):
+            try:
+                await member.step(loss_of(member.rank, step, spoiled=member.rank == 1))
+            except UnencodableTensor as error:
+                return str(error), step
+        return member.rounds[-1]["status"], None
+
+    lives = train_together(3, "diloco", model_of, work, adamw, period=PERIOD)
+    said, step = lives[1]
+    assert "in 3 rounds in a row; lower the learning rate" in said
+    assert "\n" not in said
+    assert step == 3 * PERIOD - 1
+    assert lives[0] == lives[2]

@@ -1,0 +1,64 @@
+"""Members that draw the same batches are told, once."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from worlds.virtual_optimizer import train_together
+
+torch.set_num_threads(1)
+
+
+def model_of(rank):
+    model = nn.Linear(8, 1)
+    with torch.no_grad():
+        model.weight.fill_(0.25)
+        model.bias.fill_(0.0)
+    return model
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def said(method, seed_of, caplog, scale=1.0, **options):
+    """The words that the members of such a swarm of three hear."""
+
+    async def work(member):
+        for step in range(6):
+            chance = torch.Generator().manual_seed(100 * seed_of(member.rank) + step)
+            x = torch.randn(16, 8, generator=chance)
+            await member.step(
+                lambda model: scale * (model(x) - x.sum(1, keepdim=True)).square().mean()  # noqa: B023
+            )
+
+    with caplog.at_level(logging.WARNING, logger="farflock"):
+        train_together(3, method, model_of, work, sgd, **options)
+    return [record.getMessage() for record in caplog.records if "the same" in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("diloco", {"period": 2}),
+        ("ddp", {}),
+        ("sparseloco", {"period": 2}),
+        ("noloco", {"period": 2}),
+    ],
+)
+def test_each_member_is_told_once(method, options, caplog):
+    lines = said(method, lambda rank: 0, caplog, **options)
+    # Of three, one is in no pair of the first round, and its weights are others from then on.
+    assert len(lines) == 3 or (method == "noloco" and len(lines) == 2)
+    assert all("draw the same data in the same order" in line for line in lines)
+
+
+def test_only_those_with_a_twin_are_told(caplog):
+    assert len(said("diloco", lambda rank: min(rank, 1), caplog, period=2)) == 2
+    caplog.clear()
+    assert not said("diloco", lambda rank: rank, caplog, period=2)
+
+
+def test_equal_updates_of_zeros_are_no_sign_of_it(caplog):
+    assert not said("diloco", lambda rank: 0, caplog, scale=0.0, period=2)
