@@ -125,6 +125,7 @@ def from_outside(run, invite, folder):
     assert not (folder / "c").exists()
 
 
+@pytest.mark.ci_more
 def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_leave_their_books(
     nursery, founder, tmp_path
 ):
@@ -202,6 +203,7 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
     assert json.loads(over.stdout)["running"] is False
 
 
+@pytest.mark.ci_more
 def test_a_joiner_gets_the_tokenizer_from_the_swarm_and_keeps_it_with_its_checkpoint(
     nursery, tmp_path
 ):
