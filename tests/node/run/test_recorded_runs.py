@@ -1,7 +1,7 @@
 """A manifest's canonical bytes, and with them its run's id, do not change from version to version.
 
-tests/golden/run_ids.json holds the ids that these manifests had at protocol 9. A key that comes later
-is left out of the canonical form while it has its default.
+tests/golden/run_ids.json holds the ids that these manifests had at protocol 9. A key that comes
+later is left out of the canonical form while it has its default.
 """
 
 import msgspec
