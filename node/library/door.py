@@ -100,7 +100,8 @@ class NetworkEntryPoint:
             async with network(machine, identity, run, known) as (directory, links):
                 if isinstance(way, Manifest):
                     terms, founder, records = way, identity.peer, list[bytes]()
-                    head = _sealed(identity, run, terms.canonical())
+                    raw = terms.canonical()
+                    head = seal_head(identity, Head(run, founder, digest_of(raw), len(raw), 0))
                 else:
                     head, terms, records = await learn_run(
                         directory, links, way, JOIN_TIMEOUT_S, UserModel
@@ -160,10 +161,6 @@ def _peer(
     )
     peer.ticks.rests = True
     return peer
-
-
-def _sealed(identity: Identity, run: str, raw: bytes) -> bytes:
-    return seal_head(identity, Head(run, identity.peer, digest_of(raw), len(raw), 0))
 
 
 def _addresses(own: Sequence[str], links: ZmqLinks) -> Iterator[str]:

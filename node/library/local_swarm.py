@@ -47,7 +47,7 @@ class LocalPeers:
         self._compute = compute
         self._all_here, self._all_ready = asyncio.Barrier(count), asyncio.Barrier(max(count - 1, 1))
         self._founded = asyncio.Event()
-        self._terms: Manifest | None = None  # once rank 0 has started the run
+        self._manifest: Manifest | None = None  # once rank 0 has started the run
         self._nodes: list[OptimizerNode] = []
 
     @contextlib.asynccontextmanager
@@ -94,13 +94,13 @@ class LocalPeers:
 
     async def _terms_for(self, rank: int, join_request: JoinRequest) -> Manifest:
         if rank == 0:
-            self._terms = founded(join_request.wished)
-            return self._terms
+            self._manifest = founded(join_request.wished)
+            return self._manifest
         async with asyncio.timeout(JOIN_TIMEOUT_S):
             await self._founded.wait()
-        assert self._terms is not None
-        require_agreed(self._terms, join_request.wished)
-        return self._terms
+        assert self._manifest is not None
+        require_agreed(self._manifest, join_request.wished)
+        return self._manifest
 
     def _record(self, rank: int, run: str) -> bytes:
         identity = self._identities[rank]

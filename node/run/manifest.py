@@ -142,9 +142,9 @@ class Manifest(Section, frozen=True, kw_only=True):
 
     def canonical(self) -> bytes:
         """Return the TOML that is hashed, signed and sent; `parse` restores the manifest."""
-        return to_toml(self.tables()).encode()
+        return to_toml(self.to_tables()).encode()
 
-    def tables(self) -> dict[str, Any]:
+    def to_tables(self) -> dict[str, Any]:
         """Return what the canonical form says, as untyped tables."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         if isinstance(self.model, UserModel):
@@ -303,7 +303,7 @@ def parse(text: str | bytes, model: ModelKind = ModelSection) -> Manifest:
 def of_program(table: dict[str, Any]) -> Manifest:
     """Return the manifest of a run whose model is a user's own; raise `Usage` if it cannot run."""
     manifest = convert(table, _ProgramsManifest)
-    known = dict(places(manifest.tables()))
+    known = dict(places(manifest.to_tables()))
     for place, _ in places(table):
         if place not in known:
             why = "a program that trains its own model keeps that to itself"

@@ -258,7 +258,6 @@ def _require_options(kind: type[Any], options: Mapping[str, Any], place: str) ->
 
 def convert(table: dict[str, Any], kind: type[SectionT]) -> SectionT:
     """Convert tables to a manifest; raise `Usage` with the place of the first error."""
-    require_protocol(table)
     _require_known(table, kind, "")
     try:
         terms: SectionT = _converted(table, kind)

@@ -72,9 +72,9 @@ def founded(wished: TomlTable) -> Manifest:
 def require_agreed(manifest: Manifest, wished: TomlTable) -> None:
     """Raise `RefusedByRun`, with the place and both values, where a joiner's arguments contradict
     its run's manifest."""
-    known = dict(places(manifest.tables()))
+    known = dict(places(manifest.to_tables()))
     for place, value in places(wished):
         if known.get(place) != value:
-            there = f"{known[place]!r}" if place in known else "not set"
-            why = f"it is {value!r} here and {there} in the run"
+            there = f"{known[place]!r:.80}" if place in known else "not set"
+            why = f"it is {value!r:.80} here and {there} in the run"
             raise RefusedByRun(place, why, _AS_FOUNDED if place.startswith("model.") else _GIVE)
