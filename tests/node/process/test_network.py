@@ -132,9 +132,8 @@ def test_anything_else_that_members_send_is_refused(learn, raw, model):
 
 
 def test_an_invite_of_an_earlier_protocol_is_refused_before_its_terms_are_read(learn):
-    before = b'[run]\nprotocol = 9\n[user_model]\ntensors = 1\nnumbers = 2\ninner = "SGD"\n'
     with pytest.raises(RefusedByRun) as refusal:
-        learn(PROGRAMS, before, UserModel, protocol=9)
+        learn(PROGRAMS, b"in another language", UserModel, protocol=9)
     assert str(refusal.value) == (
         f"the run has another protocol: it speaks version 9, this program version {PROTOCOL};"
         " use the version of farflock that made it"
