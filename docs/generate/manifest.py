@@ -9,7 +9,7 @@ from generate.page import Words, code, docstring, page, paragraphs, table
 from farflock.node.model.llama import _LIMITS, PRESETS
 from farflock.node.run import planned_paths, policies
 from farflock.node.run.manifest import Manifest, resolve
-from farflock.node.run.model_section import ModelSection
+from farflock.node.run.model_section import ModelSection, UserModel
 from farflock.node.run.sections import MAX_MANIFEST_BYTES
 from farflock.optimizers.parts.inner import InnerName
 
@@ -18,6 +18,12 @@ A manifest is a TOML file of at most {MAX_MANIFEST_BYTES // 1024} KiB. An empty 
 one. `farflock run RUN.toml --dry-run` prints it *resolved*, with every value spelt out; the
 resolved form is what peers hash, sign and send. `--set train.lr=0.01` overrides one value. A
 misspelt key, a wrong type or an impossible value is refused with its place.
+"""
+PROGRAM = """
+A program that trains its own model with `farflock.SwarmOptimizer` writes no manifest. Its first
+peer makes one from the optimizer's arguments, with `[run]` but for the total of tokens, `[method]`,
+`[exchange]` and `[trust]` as above, and with a `[model]` that describes what cannot be sent. Data
+and inner steps are the program's own.
 """
 COMPUTED = {  # filled in when the manifest is resolved
     **dict.fromkeys(
@@ -65,6 +71,8 @@ def make() -> str:
     ]
     sections["[pipeline.plan]"] = "\n\n".join((*plan, _table(rows)))
     sections["An empty manifest, resolved"] = f"```toml\n{resolve({}).canonical().decode()}```"
+    rows = _rows("program", UserModel, words)
+    sections["[model] of a program"] = f"{PROGRAM.strip()}\n\n{_table(rows)}"
     words.close()
     return page("The manifest", INTRO, sections)
 

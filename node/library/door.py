@@ -1,8 +1,7 @@
 """An optimizer's entry point over the real network: it starts a run, or joins that of an invite.
 
 It does for optimizers what node/process/node_process.py does for nodes, but in a background
-thread and with the terms of a user's model in place of a manifest. Importing this module loads
-the directory, and with it hivemind."""
+thread. Importing this module loads the directory, and with it hivemind."""
 
 import asyncio
 import contextlib
@@ -12,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.errors import Failure
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.forked import closed_in_forks
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
@@ -22,12 +21,13 @@ from farflock.node.process.network import (
     MachineOptions,
     identity_of,
     keep_published,
-    learn_terms,
+    learn_run,
     network,
 )
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint, parse
-from farflock.node.run.manifest import Head, seal_head
-from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
+from farflock.node.run.manifest import Head, Manifest, seal_head
+from farflock.node.run.model_section import UserModel
+from farflock.node.run.user_terms import founded, require_agreed
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.state.shelf import Shelf
@@ -61,11 +61,11 @@ class NetworkEntryPoint:
     ) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
         """See `EntryPoint`."""
         require_host(self.host, "host")
-        invite = None if self.invite is None else parse(self.invite, time.time())
-        terms = founded(join_request.wished) if invite is None else None  # report mistakes first
+        wished = join_request.wished  # mistakes are reported before anything is opened
+        way = founded(wished) if self.invite is None else parse(self.invite, time.time())
         background = Background("farflock")
         try:
-            life = background.enter(lambda: self._inside(join_request, invite, terms))
+            life = background.enter(lambda: self._inside(join_request, way))
         except BaseException:
             background.close()
             raise
@@ -78,9 +78,10 @@ class NetworkEntryPoint:
 
     @contextlib.asynccontextmanager
     async def _inside(
-        self, join_request: JoinRequest, invite: Invite | None, terms: UserTerms | None
+        self, join_request: JoinRequest, way: Invite | Manifest
     ) -> AsyncIterator[OptimizerNode]:
-        """Open everything from the folder to the peer; close it in the reverse order."""
+        """Open everything from the folder to the peer, to join by an invite or to start a run;
+        close it in the reverse order."""
         with contextlib.ExitStack() as kept:
             folder = self.folder or Path(
                 kept.enter_context(tempfile.TemporaryDirectory(prefix="farflock-"))
@@ -93,44 +94,45 @@ class NetworkEntryPoint:
             codecs, state, files = Worker("codec"), Worker("state"), Worker("files")
             for worker in (codecs, state, files):
                 kept.callback(worker.close)
-            raw = b"" if terms is None else terms.canonical()
-            run = invite.run if invite is not None else run_id(raw, identity.peer)
-            async with network(machine, identity, run, invite.addresses if invite else ()) as (
-                directory,
-                links,
-            ):
-                if invite is not None:
-                    head, raw, records = await learn_terms(directory, links, invite, JOIN_TIMEOUT_S)
-                    _require_same_run(raw, invite)
-                    terms, founder = joined(raw, join_request.wished), invite.founder
+            starts = isinstance(way, Manifest)
+            run = way.run_id(identity.peer) if isinstance(way, Manifest) else way.run
+            known = () if isinstance(way, Manifest) else way.addresses
+            async with network(machine, identity, run, known) as (directory, links):
+                if isinstance(way, Manifest):
+                    terms, founder, records = way, identity.peer, list[bytes]()
+                    raw = terms.canonical()
+                    head = seal_head(identity, Head(run, founder, digest_of(raw), len(raw), 0))
                 else:
-                    head, records, founder = _sealed(identity, run, raw), [], identity.peer
-                assert terms is not None
+                    head, terms, records = await learn_run(
+                        directory, links, way, JOIN_TIMEOUT_S, UserModel
+                    )
+                    require_agreed(terms, join_request.wished)
+                    founder = way.founder
                 peer = _peer(terms, run, identity, links, directory, codecs)
                 peer.context.shelve = Shelf(machine.folder.rounds, files)
                 report = trimmed(join_request.report, files, peer.context.spawn)
-                doors = (*directory.addresses, *(invite.addresses if invite else ()))
+                doors = (*directory.addresses, *known)
                 here = OptimizerNode.assemble(
                     replace(join_request, report=report),
                     terms,
                     peer,
                     state,
                     lambda: _mint(run, founder, doors),
-                    founder=invite is None,
+                    founder=starts,
                     spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
                 )
                 own = unseal(links.record(), run).endpoints
                 with closed_in_forks(machine.folder.identity, lambda: _addresses(own, links)):
-                    async with present(here, records), _published(directory, run, head, raw, peer):
+                    async with present(here, records), _published(directory, run, head, here):
                         yield here
 
 
 @contextlib.asynccontextmanager
 async def _published(
-    directory: DhtDirectory, run: str, head: bytes, raw: bytes, peer: Peer
+    directory: DhtDirectory, run: str, head: bytes, here: OptimizerNode
 ) -> AsyncIterator[None]:
     """Serve the run's terms from this peer, and keep their head published in the directory."""
-    peer.context.store.put(raw, "manifest")
+    here.peer.context.store.put(here.terms.canonical(), "manifest")
     publishing = asyncio.create_task(keep_published(directory, run, head))
     try:
         yield
@@ -139,7 +141,7 @@ async def _published(
 
 
 def _peer(
-    terms: UserTerms,
+    terms: Manifest,
     run: str,
     identity: Identity,
     links: ZmqLinks,
@@ -161,10 +163,6 @@ def _peer(
     return peer
 
 
-def _sealed(identity: Identity, run: str, raw: bytes) -> bytes:
-    return seal_head(identity, Head(run, identity.peer, digest_of(raw), len(raw), 0))
-
-
 def _addresses(own: Sequence[str], links: ZmqLinks) -> Iterator[str]:
     """Yield this peer's addresses and those that it may have dialled."""
     yield from own
@@ -181,12 +179,3 @@ def _mint(run: str, founder: str, doors: Sequence[str]) -> str:
             "get one from another member",
         )
     return mint(Invite(run, founder, addresses, int(time.time() + INVITE_LASTS_S)))
-
-
-def _require_same_run(raw: bytes, invite: Invite) -> None:
-    if run_id(raw, invite.founder) != invite.run:
-        raise RefusedByRun(
-            "the members sent the terms of another run",
-            "their hash does not match the invite",
-            "ask for a new invite",
-        )

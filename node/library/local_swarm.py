@@ -19,7 +19,8 @@ from farflock.node.errors import Usage
 from farflock.node.library.background import Background, BackgroundContext, in_threads
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
-from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
+from farflock.node.run.manifest import Manifest
+from farflock.node.run.user_terms import founded, require_agreed
 from farflock.swarm.compute import Compute, Worker
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
@@ -46,7 +47,7 @@ class LocalPeers:
         self._compute = compute
         self._all_here, self._all_ready = asyncio.Barrier(count), asyncio.Barrier(max(count - 1, 1))
         self._founded = asyncio.Event()
-        self._raw = b""
+        self._manifest: Manifest | None = None  # once rank 0 has started the run
         self._nodes: list[OptimizerNode] = []
 
     @contextlib.asynccontextmanager
@@ -54,8 +55,8 @@ class LocalPeers:
         """Run one peer, from its first frame to its goodbye."""
         await self._wait_for_all(self._all_here)
         terms = await self._terms_for(rank, join_request)
-        run, identity = self._run, self._identities[rank]
-        record = self._record(rank)
+        run, identity = terms.run_id(self._identities[0].peer), self._identities[rank]
+        record = self._record(rank, run)
         known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
         links = self.network.links(identity.peer)
         peer = Peer(
@@ -72,7 +73,7 @@ class LocalPeers:
         )
         self._nodes.append(here)
         gate = functools.partial(self._wait_for_all, self._all_ready)
-        async with present(here, [] if rank == 0 else [self._record(0)], gate):
+        async with present(here, [] if rank == 0 else [self._record(0, run)], gate):
             self._founded.set()
             yield here
 
@@ -91,22 +92,19 @@ class LocalPeers:
                 "this rank gets no optimizer", why, "call `optimize` once in each rank's thread"
             ) from None
 
-    async def _terms_for(self, rank: int, join_request: JoinRequest) -> UserTerms:
+    async def _terms_for(self, rank: int, join_request: JoinRequest) -> Manifest:
         if rank == 0:
-            terms = founded(join_request.wished)
-            self._raw = terms.canonical()
-            return terms
+            self._manifest = founded(join_request.wished)
+            return self._manifest
         async with asyncio.timeout(JOIN_TIMEOUT_S):
             await self._founded.wait()
-        return joined(self._raw, join_request.wished)
+        assert self._manifest is not None
+        require_agreed(self._manifest, join_request.wished)
+        return self._manifest
 
-    @property
-    def _run(self) -> str:
-        return run_id(self._raw, self._identities[0].peer)
-
-    def _record(self, rank: int) -> bytes:
+    def _record(self, rank: int, run: str) -> bytes:
         identity = self._identities[rank]
-        return seal(identity, Record(self._run, identity.peer, 1, 1, curve=bytes(32)))
+        return seal(identity, Record(run, identity.peer, 1, 1, curve=bytes(32)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from farflock.node.errors import RefusedByRun
 from farflock.node.library.background import BackgroundContext
 from farflock.node.loop import Loop
 from farflock.node.reporting import Report
-from farflock.node.run.user_terms import TomlTable, UserTerms
+from farflock.node.run.manifest import Manifest
+from farflock.node.run.user_terms import TomlTable
 from farflock.node.train.driver import Driver
 from farflock.node.train.ending import drop
 from farflock.node.train.exchange_client import ExchangeClient
@@ -81,7 +82,7 @@ class OptimizerNode:
     """An optimizer's part in its run. Only the background loop may use it, except for `invite`
     and plain reads."""
 
-    terms: UserTerms
+    terms: Manifest
     peer: Peer
     loop: Loop
     invite: Callable[[], str]
@@ -93,7 +94,7 @@ class OptimizerNode:
     def assemble(
         cls,
         join_request: JoinRequest,
-        terms: UserTerms,
+        terms: Manifest,
         peer: Peer,
         compute: Compute,
         invite: Callable[[], str],

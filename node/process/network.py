@@ -23,6 +23,7 @@ from farflock.node.model.step_options import StepOptions
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Head, Manifest, parse, unseal_head
 from farflock.node.run.memory import OuterPlace
+from farflock.node.run.model_section import ModelKind, ModelSection
 from farflock.node.run.sections import require_same_protocol
 from farflock.node.state.paths import RunFolder, write_whole
 from farflock.swarm.dht.kademlia import DhtDirectory
@@ -120,18 +121,14 @@ async def network(
 
 
 async def learn_run(
-    directory: DhtDirectory, links: ZmqLinks, invite: Invite, timeout_s: float = LEARN_TIMEOUT_S
+    directory: DhtDirectory,
+    links: ZmqLinks,
+    invite: Invite,
+    timeout_s: float = LEARN_TIMEOUT_S,
+    model: ModelKind = ModelSection,
 ) -> tuple[bytes, Manifest, list[bytes]]:
-    """Return the run's head, its manifest and some records, each verified against the invite."""
-    head, raw, records = await learn_terms(directory, links, invite, timeout_s)
-    return head, _checked(raw, invite), records
-
-
-async def learn_terms(
-    directory: DhtDirectory, links: ZmqLinks, invite: Invite, timeout_s: float = LEARN_TIMEOUT_S
-) -> tuple[bytes, bytes, list[bytes]]:
-    """Do the same as `learn_run`, but return the terms as they were sent: a run of a user's own
-    model has no manifest."""
+    """Return the run's head, its manifest and some records, each verified against the invite; raise
+    `RefusedByRun` if there are none, or if the run's model is of another kind."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         heads = {
@@ -154,7 +151,14 @@ async def learn_terms(
                 FETCH_TIMEOUT_S,
             )
             if raw is not None:
-                return newest, raw, records
+                manifest = parse(raw, model)
+                if manifest.run_id(invite.founder) == invite.run:
+                    return newest, manifest, records
+                raise RefusedByRun(
+                    "the members sent the manifest of another run",
+                    "its hash does not match the invite",
+                    "ask for a new invite",
+                )
         await asyncio.sleep(0.5)
     raise RefusedByRun(
         f"run {invite.run} cannot be joined",
@@ -169,17 +173,6 @@ async def keep_published(directory: DhtDirectory, run: str, head: bytes) -> None
     while True:
         await directory.publish_head(run, head)
         await asyncio.sleep(HEAD_EVERY_S)
-
-
-def _checked(raw: bytes, invite: Invite) -> Manifest:
-    manifest = parse(raw.decode())
-    if manifest.run_id(invite.founder) != invite.run:
-        raise RefusedByRun(
-            "the members sent the manifest of another run",
-            "its hash does not match the invite",
-            "ask for a new invite",
-        )
-    return manifest
 
 
 def _head_of(blob: bytes, invite: Invite) -> Head | None:

@@ -4,14 +4,17 @@ A founder writes TOML and leaves out what has a default. What is hashed, signed 
 *resolved* manifest, again TOML, with every size, option and hash spelt out, so no later version of
 a preset or a default can change a run. A misspelt key, a wrong type or an impossible value is
 refused with its place and the nearest valid one.
+
+A program that trains its own model (`farflock.SwarmOptimizer`) makes such a document too, from its
+arguments (node/run/user_terms.py).
 """
 
 import hashlib
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
@@ -27,7 +30,9 @@ from farflock.node.run.evaluation_section import EvaluationSection
 from farflock.node.run.fit import require_inner, require_layers, require_members
 from farflock.node.run.model_section import (
     FROM,
+    ModelKind,
     ModelSection,
+    UserModel,
     begun,
     fill_model,
     folder_of,
@@ -43,7 +48,6 @@ from farflock.node.run.pipeline_section import (
 )
 from farflock.node.run.sections import (
     PROTOCOL,
-    USER_MODEL,
     ExchangeSection,
     MethodSection,
     Section,
@@ -61,16 +65,19 @@ from farflock.node.run.toml import to_toml
 from farflock.optimizers.catalog import METHODS, NAMES, options_of
 from farflock.optimizers.catalog import method as build_method
 from farflock.optimizers.decoupled import Decoupled
+from farflock.optimizers.method import Method
 from farflock.optimizers.parts.inner import InnerConfig, InnerName
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.identity import SIGNATURE_BYTES, Identity, verify
+from farflock.swarm.messages import MAX_MEMBERS
 
 MAX_HEAD_BYTES = 512
 _HEAD_DOMAIN = b"head"
 MAX_BATCH = 65_536  # sequences; a peer's memory is checked before it starts
 SEQ = 64  # tokens of a sequence, if the manifest does not say
 WARMUP_SHARE = 0.05  # of the run's tokens, if the manifest names no warm-up
-
+# the tables that a program that trains its own model keeps to itself, beside its total of tokens
+_PROGRAMS = frozenset(("data", "train", "evaluation", "pipeline"))
 
 BatchCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH)]
 TokenCount = Annotated[int, msgspec.Meta(ge=1, le=2**60)]
@@ -119,10 +126,12 @@ class TrustSection(Section, frozen=True):
 
 
 class Manifest(Section, frozen=True, kw_only=True):
-    """A whole run, resolved."""
+    """A whole run, resolved. If its model is a user's own, its program alone knows the total of
+    tokens, the data and the inner steps: the canonical form has neither these nor [evaluation] and
+    [pipeline], and their values here mean nothing."""
 
     run: RunSection = RunSection()
-    model: ModelSection
+    model: ModelSection | UserModel
     data: DataSection
     train: TrainSection
     method: MethodSection = MethodSection()
@@ -133,7 +142,15 @@ class Manifest(Section, frozen=True, kw_only=True):
 
     def canonical(self) -> bytes:
         """Return the TOML that is hashed, signed and sent; `parse` restores the manifest."""
-        return to_toml(msgspec.to_builtins(self)).encode()
+        return to_toml(self.to_tables()).encode()
+
+    def to_tables(self) -> dict[str, Any]:
+        """Return what the canonical form says, as untyped tables."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        if isinstance(self.model, UserModel):
+            del found["run"]["total_tokens"]
+            return {name: table for name, table in found.items() if name not in _PROGRAMS}
+        return found
 
     def hash(self) -> str:
         """Return the SHA-256 of the canonical bytes, in hex."""
@@ -145,7 +162,8 @@ class Manifest(Section, frozen=True, kw_only=True):
 
     def plan(self) -> RunPlan:
         """Return the training terms that all nodes of this run share; raise `ValueError` if one
-        is invalid."""
+        is invalid. A run of a user's own model has none."""
+        assert isinstance(self.model, ModelSection)
         train = self.train
         return RunPlan(
             run_seed=self.run.seed,
@@ -181,33 +199,61 @@ class Manifest(Section, frozen=True, kw_only=True):
         models."""
         return None if self.pipeline is None else plan_of(self.pipeline, self.plan())
 
-    def check(self) -> "Manifest":
+    def build(self) -> Method:
+        """Return the method; raise `Usage` if it refuses its options."""
+        try:
+            return build_method(self.method.name, **constructor_options(self.method, self.exchange))
+        except ValueError as error:
+            raise Usage("the manifest cannot run", str(error), "") from None
+
+    def check(self) -> Self:
         """Return the manifest itself; raise `Usage` if it cannot run."""
         require_method(self.method)
         require_codecs(self.exchange)
+        if isinstance(self.model, UserModel):
+            require_members(self.build(), MAX_MEMBERS, "the largest number of members")
+        else:
+            self._check_training(self.model)
+        return self
+
+    def _check_training(self, model: ModelSection) -> None:
         require_text(self.data)
-        require_tokenizer(self.data, self.model.vocab_size)
-        if self.train.seq > self.model.context:
-            why = (
-                f"sequences of {self.train.seq} tokens do not fit a context of {self.model.context}"
-            )
-            raise Usage(
-                "train.seq",
-                why,
-                f"set it to {self.model.context} or less, or enlarge model.context",
-            )
+        require_tokenizer(self.data, model.vocab_size)
+        if self.train.seq > model.context:
+            why = f"sequences of {self.train.seq} tokens do not fit a context of {model.context}"
+            remedy = f"set it to {model.context} or less, or enlarge model.context"
+            raise Usage("train.seq", why, remedy)
         try:
             plan = self.plan()
-            made = build_method(plan.method, **plan.options)
         except ValueError as error:
             raise Usage("the manifest cannot run", str(error), "") from None
+        made = self.build()
         require_inner(plan.method, made, plan.inner, plan.clip_norm)
-        require_layers(made, self.model.layers)
+        require_layers(made, model.layers)
         require_members(made, self.exchange.start_peers, "exchange.start_peers")
         if self.pipeline is not None:
             require_pipeline(self.pipeline, plan, made)
-            require_codec(self.pipeline.codec, self.model)
-        return self
+            require_codec(self.pipeline.codec, model)
+
+
+# msgspec reads no union of two tables, so each kind of manifest has a form of its own to be read by
+class _NodesManifest(Manifest, frozen=True, kw_only=True):
+    model: ModelSection
+
+
+class _ProgramsManifest(Manifest, frozen=True, kw_only=True):
+    model: UserModel
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection(warmup_tokens=0)
+
+
+_WAYS = {  # what a run of such a model trains, and the way into it
+    ModelSection: ("one of Farflock's models", "join it with `farflock join INVITE`"),
+    UserModel: (
+        "a model of its founder's own program",
+        "join from that program, with farflock.SwarmOptimizer(model, invite=...)",
+    ),
+}
 
 
 def load(path: Path, assignments: Sequence[str] = (), prepared: Sequence[Path] = ()) -> Manifest:
@@ -234,18 +280,44 @@ def _written(path: Path) -> dict[str, Any]:
     return table
 
 
-def parse(text: str | bytes) -> Manifest:
-    """Parse a resolved manifest as members send it; raise `RefusedByRun` if it is invalid."""
+def parse(text: str | bytes, model: ModelKind = ModelSection) -> Manifest:
+    """Parse a resolved manifest as members send it; raise `RefusedByRun` if it is invalid, or if
+    its model is of the other kind."""
     try:
         table = tables(text, "the manifest")
-        _require_known_model(table)
-        return convert(table, Manifest).check()
+        require_protocol(table)
+        given = table.get("model")
+        kind = UserModel if isinstance(given, dict) and "tensors" in given else ModelSection
+        if kind is not model:
+            trained, remedy = _WAYS[kind]
+            raise RefusedByRun("that run is joined in another way", f"it trains {trained}", remedy)
+        return of_program(table) if model is UserModel else convert(table, _NodesManifest).check()
     except Usage as error:
         raise RefusedByRun(
             "this version cannot take part in that run",
             str(error),
             "update farflock, or tell the run's founder",
         ) from None
+
+
+def of_program(table: dict[str, Any]) -> Manifest:
+    """Return the manifest of a run whose model is a user's own; raise `Usage` if it cannot run."""
+    manifest = convert(table, _ProgramsManifest)
+    known = dict(places(manifest.to_tables()))
+    for place, _ in places(table):
+        if place not in known:
+            why = "a program that trains its own model keeps that to itself"
+            raise Usage(place, why, "leave it out")
+    return manifest.check()
+
+
+def places(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested tables with its place, such as `train.lr`."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from places(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
 
 
 def resolve(
@@ -268,7 +340,7 @@ def resolve(
     _fill_train(table)
     if "pipeline" in table:
         fill_pipeline(table)
-    manifest = convert(table, Manifest).check()
+    manifest = convert(table, _NodesManifest).check()
     if folder is None:
         return manifest
     return msgspec.structs.replace(manifest, model=begun(folder, manifest.model)).check()
@@ -335,15 +407,6 @@ def simulated_default(assignments: Sequence[str], prepared: Sequence[Path] = ())
         assignments,
         prepared,
     )
-
-
-def _require_known_model(table: Mapping[str, Any]) -> None:
-    if USER_MODEL in table:
-        why, remedy = (
-            "`farflock join` cannot build that model",
-            "join from the same program, with farflock.SwarmOptimizer(model, invite=...)",
-        )
-        raise RefusedByRun("the run trains a model from its founder's own program", why, remedy)
 
 
 def _require_tables(table: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`[model]`: the model's shape, and what its weights begin as.
+"""`[model]`: the model's shape, and what its weights begin as; or what a user's own model is.
 
 A founder may name a folder in Hugging Face's form (`from`) in place of sizes. What others get is
 the hash of the weights: they download the weights themselves from the swarm, as its state.
@@ -15,7 +15,7 @@ from farflock.node.errors import Failure, Usage
 from farflock.node.model.hf_config import BadModelFolder, config_in
 from farflock.node.model.llama import PRESETS, ModelConfig
 from farflock.node.model.weights_folder import LICENCE, WeightsFolder, licence_in
-from farflock.node.run.sections import require_name
+from farflock.node.run.sections import PlainText, Section, require_name
 from farflock.node.run.sizes import completed
 from farflock.node.run.terms import RunPlan
 
@@ -45,6 +45,20 @@ class ModelSection(ModelConfig, frozen=True, kw_only=True):
     def shape(self) -> ModelConfig:
         """The shape alone."""
         return ModelConfig(**{name: getattr(self, name) for name in ModelConfig.__struct_fields__})
+
+
+class UserModel(Section, frozen=True):
+    """[model] of a run that trains a user's own model: the number of trained tensors and of their
+    values, a hash of everything that all peers must have in common, and the class of the inner
+    optimizer. No other keys are allowed."""
+
+    tensors: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+    numbers: Annotated[int, msgspec.Meta(ge=1, le=2**60)]
+    sha256: Hash
+    inner: PlainText
+
+
+ModelKind = type[ModelSection] | type[UserModel]
 
 
 def folder_of(table: Mapping[str, Any]) -> Path | None:

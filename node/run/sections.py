@@ -28,8 +28,6 @@ from farflock.swarm.frame import VERSION as FRAME_VERSION
 PROTOCOL = FRAME_VERSION
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_LINE_CHARS = 1024  # parsing TOML takes time quadratic in a dotted key's length
-# the table that runs of a user's own model have in place of [model] (node/run/user_terms.py)
-USER_MODEL = "user_model"
 OUTERS: dict[str, type[Any]] = {
     "sgd": OuterSGD,
     "nesterov": OuterNesterov,
@@ -259,9 +257,7 @@ def _require_options(kind: type[Any], options: Mapping[str, Any], place: str) ->
 
 
 def convert(table: dict[str, Any], kind: type[SectionT]) -> SectionT:
-    """Convert tables to a manifest or to `UserTerms`; raise `Usage` with the place of the first
-    error."""
-    require_protocol(table)
+    """Convert tables to a manifest; raise `Usage` with the place of the first error."""
     _require_known(table, kind, "")
     try:
         terms: SectionT = _converted(table, kind)

@@ -124,7 +124,7 @@ def _start_facts(
     return {
         "weights": plan.weights,
         "architecture": plan.model.architecture,
-        "licence": described.model.licence,
+        "licence": described.to_tables()["model"]["licence"],
         "stored_bytes": stored_bytes,
         "memory_bytes": largest,
         "download_s": largest / line.bytes_per_s,

@@ -75,7 +75,7 @@ def command(
 
         placed = machine_of({**machine, "data": data})
         line = Line(peers or members_of(described), uplink, step_s)
-        shape = described.model.shape
+        shape = described.plan().model
         stored = None if folder is None else WeightsFolder(folder, shape).stored_bytes
         facts = size_facts(described, line, stored)
         tables = [table_of(PreparedFolder(each)) for each in data]
