@@ -36,7 +36,7 @@ from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
 
 if TYPE_CHECKING:
-    from farflock.node.assembly.followers import SharedPart
+    from farflock.node.assembly.followers import ShardedReplica
 
 
 class SampledTask(Newcomer, Protocol):
@@ -171,7 +171,7 @@ def replica_node(
     spread: Spread = in_turn,
     device: Device | None = None,
     step_options: StepOptions | None = None,
-    shared: "SharedPart | None" = None,
+    shared: "ShardedReplica | None" = None,
     weights: WeightsFolder | None = None,
     start: Start = Start(),  # noqa: B008 - it cannot change
 ) -> ReplicaNode:
@@ -180,10 +180,10 @@ def replica_node(
     threads that encode and check payloads, `device` where the model trains (None: the CPU),
     `step_options` how, `shared` this process' part of it if several train it, and `weights` what a
     founder's model begins with (None: what the run's seed gives)."""
-    part = shared or _whole_part(
+    whole = shared or _whole_replica(
         plan, tokens, start, peer.me, device or Device(), step_options or StepOptions(), weights
     )
-    model, replica, training_task = part
+    model, replica, training_task = whole
     replica.storage = storage
     driver = Driver(method(plan.method, **plan.options), replica)
     client = ExchangeClient(peer, plan.run_seed, spread=spread, home=replica.home)
@@ -192,7 +192,7 @@ def replica_node(
     return ReplicaNode(peer, model, state_sync, loop, training_task)
 
 
-def _whole_part(
+def _whole_replica(
     plan: RunPlan,
     tokens: Text,
     start: Start,
