@@ -45,15 +45,15 @@ class Assignment(msgspec.Struct, frozen=True):
     start: Start = Start()
 
 
-class SharedPart(NamedTuple):
-    """One rank's shard of the model, and its part in training it."""
+class ShardedReplica(NamedTuple):
+    """One rank's shard of the model, its replica and its training task."""
 
     model: Llama
     replica: FsdpReplica
     training_task: SharedTask
 
 
-def lead(ranks: Ranks, assignment: Assignment, tokens: Text, device: Device) -> SharedPart:
+def lead(ranks: Ranks, assignment: Assignment, tokens: Text, device: Device) -> ShardedReplica:
     """Let the followers build their shards, and return the leader's; raise `Usage` if the run's
     inner optimizer cannot step them."""
     plan = parse(assignment.manifest).plan()
@@ -64,13 +64,13 @@ def lead(ranks: Ranks, assignment: Assignment, tokens: Text, device: Device) -> 
             "start this peer as one process",
         )
     with ranks.call(Order("begin", text=msgspec.msgpack.encode(assignment))):
-        return shared_part(plan, tokens, assignment, ranks, device)
+        return sharded_replica(plan, tokens, assignment, ranks, device)
 
 
-def shared_part(
+def sharded_replica(
     plan: RunPlan, tokens: Text, assignment: Assignment, ranks: Ranks, device: Device
-) -> SharedPart:
-    """Return this rank's shard of a fresh model, and its part in training that."""
+) -> ShardedReplica:
+    """Return this rank's shard of a fresh model, with its replica and its training task."""
     computing = Device(device.place, device.name, "bf16" if plan.autocast else device.precision)
     folder = Path(assignment.weights) if assignment.weights else None
     weights = None if folder is None else WeightsFolder(folder, plan.model)
@@ -90,30 +90,30 @@ def shared_part(
         device,
         assignment.micro_batch or None,
     )
-    return SharedPart(model, replica, task)
+    return ShardedReplica(model, replica, task)
 
 
 def follow(ranks: Ranks, device: Device, threads: int, folders: Sequence[Path] = ()) -> None:
     """Do what the leader says until it sends this process home; `folders` have the run's prepared
     data, if it trains on such."""
     torch.set_num_threads(threads)
-    part: SharedPart | None = None
+    mine: ShardedReplica | None = None
     while (order := ranks.hear()).act != "end":
         if order.act == "begin":
-            part = None  # a second one: its leader found no swarm to join, and began a run
+            mine = None  # a second one: its leader found no swarm to join, and began a run
             assignment = msgspec.msgpack.decode(order.text, type=Assignment)
-            part = _assigned(assignment, ranks, device, folders)
+            mine = _assigned(assignment, ranks, device, folders)
             continue
-        assert part is not None, f"the leader says {order.act} before it has begun"
+        assert mine is not None, f"the leader says {order.act} before it has begun"
         if order.act == "train":
-            part.training_task.take_part(order.start)
+            mine.training_task.take_part(order.start)
         else:
-            assert part.replica.obey(order), f"the leader says {order.act}"
+            assert mine.replica.obey(order), f"the leader says {order.act}"
 
 
 def _assigned(
     assignment: Assignment, ranks: Ranks, device: Device, folders: Sequence[Path]
-) -> SharedPart:
+) -> ShardedReplica:
     manifest = parse(assignment.manifest)
     tokens = text_of(manifest.data, folders).train()
-    return shared_part(manifest.plan(), tokens, assignment, ranks, device)
+    return sharded_replica(manifest.plan(), tokens, assignment, ranks, device)

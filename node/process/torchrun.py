@@ -36,7 +36,7 @@ from farflock.swarm.tasks import cancel
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from farflock.node.assembly.followers import SharedPart
+    from farflock.node.assembly.followers import ShardedReplica
 
 GROUP_TIMEOUT_S = 600.0  # for the start of all processes, and for one collective of the model
 NO_GROUPS = ("mps",)  # devices that torch.distributed does not know
@@ -107,7 +107,7 @@ def leading(
     me: str,
     text: NodeText,
     weights: WeightsFolder | None,
-) -> "SharedPart | None":
+) -> "ShardedReplica | None":
     """Return the leader's part of a model that several processes train as one peer, once the
     followers have theirs; None if this process is alone."""
     if machine.ranks is None:

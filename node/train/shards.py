@@ -105,13 +105,13 @@ class ShardLayout:
 
     @functools.cached_property
     def places(self) -> Mapping[str, tuple[list[int], list[tuple[int, int]]]]:
-        """For each tensor the starts of its segments, and their places: shard, and part of it."""
+        """For each tensor the starts of its segments, and their places: shard, and number in it."""
         found: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
         for index, shard in enumerate(self.shards):
-            for part, segment in enumerate(shard):
+            for number, segment in enumerate(shard):
                 starts, places = found.setdefault(segment.tensor, ([], []))
                 starts.append(segment.start)
-                places.append((index, part))
+                places.append((index, number))
         return found
 
     @functools.cached_property
@@ -129,20 +129,20 @@ class ShardLayout:
         """The size of the largest correct payload of any shard; longer ones are refused unread."""
         max_bytes_of = functools.cache(self.codec.max_bytes)
         return max(
-            sum(_LENGTH.size + max_bytes_of(part.count) for part in shard) for shard in self.shards
+            sum(_LENGTH.size + max_bytes_of(each.count) for each in shard) for shard in self.shards
         )
 
     def max_bytes(self, codec: Codec) -> int:
         """Return the most bytes that the payloads of all shards take together in this codec."""
         return sum(
-            _LENGTH.size + codec.max_bytes(part.count) for shard in self.shards for part in shard
+            _LENGTH.size + codec.max_bytes(each.count) for shard in self.shards for each in shard
         )
 
     def encode(self, index: int, round_number: int, tensors: Mapping[str, Tensor]) -> bytes:
         """Encode one shard of these float32 tensors, of which it reads one segment at a time;
         raise `UnencodableTensor` if they are not finite."""
         shard = self.shards[index]
-        values = (read(tensors, TensorBlock(part.tensor, part.start, part.stop)) for part in shard)
+        values = (read(tensors, TensorBlock(each.tensor, each.start, each.stop)) for each in shard)
         return self.pack(index, round_number, values)
 
     def encode_run(
@@ -152,9 +152,9 @@ class ShardLayout:
         if not self.joins(run):
             return [self.encode(index, round_number, tensors) for index in run]
         segments = (segment for index in run for segment in self.shards[index])
-        parts = (TensorBlock(part.tensor, part.start, part.stop) for part in segments)
+        blocks = (TensorBlock(each.tensor, each.start, each.stop) for each in segments)
         # Clones, because what is read is valid until the next read only.
-        values = torch.cat([read(tensors, block).clone() for block in merged(parts)])
+        values = torch.cat([read(tensors, block).clone() for block in merged(blocks)])
         return self.pack_run(run, round_number, values)
 
     def pack_run(self, run: range, round_number: int, values: Tensor) -> list[bytes]:
@@ -316,7 +316,7 @@ class DecodedTensors(LazyTensors):
             if joint is not None:
                 return joint
         if self._segment(places[number]).stop >= stop:
-            return self._part(places[number], start, stop)
+            return self._range(places[number], start, stop)
         whole = torch.empty(stop - start, dtype=torch.float32, device=self._home)
         rest = whole
         while len(rest):
@@ -325,7 +325,7 @@ class DecodedTensors(LazyTensors):
             if len(values) == segment.count:
                 self._decode(places[number], values)
             else:
-                values.copy_(self._part(places[number], start, stop))
+                values.copy_(self._range(places[number], start, stop))
             rest, start, number = rest[len(values) :], start + len(values), number + 1
         return whole
 
@@ -333,14 +333,14 @@ class DecodedTensors(LazyTensors):
         """Return a range, decoded from small segments at once; None if they cannot be joined."""
         layout, last = self._layout, self._last
         each = floats.value_bytes(layout.codec)
-        segments = [layout.shards[index][part] for index, part in places]
+        segments = [layout.shards[index][number] for index, number in places]
         if not each or segments[-1].stop - segments[0].start > 2 * floats.RUN_VALUES:
             return None
         raws = []
-        for (index, part), segment in zip(places, segments, strict=True):
+        for (index, number), segment in zip(places, segments, strict=True):
             if last.split[0] != index:
                 last.split = index, layout.split(index, self._payloads[index])
-            raws.append(last.split[1][part])
+            raws.append(last.split[1][number])
             if len(raws[-1]) != each * segment.count:
                 return None
         first = each * (start - segments[0].start)
@@ -350,8 +350,8 @@ class DecodedTensors(LazyTensors):
         layout.decode_segment(whole, self._round, memoryview(raw), values)
         return values
 
-    def _part(self, place: tuple[int, int], start: int, stop: int) -> Tensor:
-        """Return what the segment at `place` (shard, part) holds of a range."""
+    def _range(self, place: tuple[int, int], start: int, stop: int) -> Tensor:
+        """Return what the segment at `place` (shard, number in it) holds of a range."""
         segment, last = self._segment(place), self._last
         if segment is not last.here:
             if len(last.values) < segment.count:
@@ -362,14 +362,14 @@ class DecodedTensors(LazyTensors):
         return last.values[start - segment.start : min(stop, segment.stop) - segment.start]
 
     def _segment(self, place: tuple[int, int]) -> Segment:
-        index, part = place
-        return self._layout.shards[index][part]
+        index, number = place
+        return self._layout.shards[index][number]
 
     def _decode(self, place: tuple[int, int], values: Tensor) -> None:
-        (index, part), last = place, self._last
+        (index, number), last = place, self._last
         if last.split[0] != index:
             last.split = index, self._layout.split(index, self._payloads[index])
-        raw = last.split[1][part]
+        raw = last.split[1][number]
         self._layout.decode_segment(self._segment(place), self._round, raw, values)
 
 
@@ -517,17 +517,17 @@ class Reducer:
                 added = self._added(number, index, mine)
                 residuals[index] = _sum(residuals.get(index), added) or []
         return {
-            f"{index}.{part}": x.clone()
+            f"{index}.{number}": x.clone()
             for index, values in residuals.items()
-            for part, x in enumerate(values)
+            for number, x in enumerate(values)
         }
 
     def load_state(self, feedback: Mapping[str, Tensor]) -> None:
         """Restore a checkpoint's residuals; raise `WrongState` if they do not fit the layout."""
         places = {
-            f"{i}.{p}": part
-            for i, shard in enumerate(self._layout.shards)
-            for p, part in enumerate(shard)
+            f"{index}.{number}": segment
+            for index, shard in enumerate(self._layout.shards)
+            for number, segment in enumerate(shard)
         }
         fits = (name in places and x.shape == (places[name].count,) for name, x in feedback.items())
         if not all(fits):
@@ -536,8 +536,8 @@ class Reducer:
         for index, shard in enumerate(self._layout.shards):
             values = [
                 feedback[name]
-                for part in range(len(shard))
-                if (name := f"{index}.{part}") in feedback
+                for number in range(len(shard))
+                if (name := f"{index}.{number}") in feedback
             ]
             if values and len(values) != len(shard):
                 missing = len(shard) - len(values)
