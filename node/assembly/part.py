@@ -16,7 +16,7 @@ SavedT_contra = TypeVar("SavedT_contra", contravariant=True)
 
 
 class Part(Protocol[SavedT_contra]):
-    """What a node does in a run over its running peer; `SavedT` is what it resumes from.
+    """A node's work in a run, over its running peer; `SavedT` is what it resumes from.
 
     One of `found`, `join` and `resume` comes first, then `run`. A newcomer asks to be a member only
     once it has the run's state."""
@@ -72,7 +72,7 @@ class Part(Protocol[SavedT_contra]):
 
 
 class WholePart:
-    """What the parts with a whole model, which have one loop, take from that loop."""
+    """The members that parts with a whole model take from their one loop."""
 
     __slots__ = ()
     peer: Peer

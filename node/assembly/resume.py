@@ -39,7 +39,7 @@ class Newcomer(Protocol):
 
 
 class Resumable(Protocol):
-    """What a checkpoint stores: a whole replica, or one stage."""
+    """The owner of a stored state: a whole replica, or one stage."""
 
     @property
     def model(self) -> Llama: ...
