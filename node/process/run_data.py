@@ -32,9 +32,14 @@ class RunData:
     """The sources of a run's data, in the manifest's order, and the weight of each."""
 
     def __init__(
-        self, shards: Sequence[LocalShards], weights: Sequence[float], copies: int
+        self,
+        shards: Sequence[LocalShards],
+        weights: Sequence[float],
+        copies: int,
+        files: Worker | None = None,
     ) -> None:
         self.shards, self._weights, self._copies = tuple(shards), tuple(weights), copies
+        self._files = files  # reads shards for others
         self.sources = tuple(map(FetchedShards, shards))
         self.supply: DataSupply | None = None
         self.copies: Copies | None = None
@@ -82,6 +87,11 @@ class RunData:
         for source in self.sources:
             source.stops = stopping
 
+    def close(self) -> None:
+        """End the thread that reads shards for others."""
+        if self._files is not None:
+            self._files.close()
+
     @contextlib.asynccontextmanager
     async def travelling(
         self, peer: Peer, known: Sequence[PeerId], founder: PeerId, *, evaluates: bool
@@ -89,38 +99,45 @@ class RunData:
         """Lend what is here, and fetch what is about to be read, while the block runs, and what the
         run is evaluated on if this peer does so; `known` are members to ask before this peer knows
         a view."""
-        lending = peer.context.chunks.lending.lenders
-        for each in self.shards:
-            lending[each.root] = each
-        self.supply = DataSupply(
-            self.sources, peer.data_holders, partial(members_of, peer, known), Worker("data")
+        lending, writer, ranker = (
+            peer.context.chunks.lending.lenders,
+            Worker("data"),
+            Worker("copies"),
         )
+        lending |= {each.root: each for each in self.shards}
+        members = partial(members_of, peer, known)
+        self.supply = DataSupply(self.sources, peer.data_holders, members, writer)
         me = None if peer.me == founder else peer.me
 
         def others() -> Sequence[PeerId]:
             return [each for each in members_of(peer, ()) if each != founder]
 
-        self.copies = Copies(
-            self.supply, peer.data_holders, others, me, self._copies, Worker("copies")
-        )
-        async with self.supply.running():
-            tasks = [asyncio.create_task(self.copies.run())]
-            if not evaluates:
-                self.held_out = None
-            elif self.held_out is not None:
-                bringing = HeldOutSupply(self.supply, self.held_out)
-                tasks.append(asyncio.create_task(bringing.run()))
-            try:
-                yield
-            finally:
-                await cancel(*tasks)
+        self.copies = Copies(self.supply, peer.data_holders, others, me, self._copies, ranker)
+        try:
+            async with self.supply.running():
+                tasks = [asyncio.create_task(self.copies.run())]
+                if not evaluates:
+                    self.held_out = None
+                elif self.held_out is not None:
+                    bringing = HeldOutSupply(self.supply, self.held_out)
+                    tasks.append(asyncio.create_task(bringing.run()))
+                try:
+                    yield
+                finally:
+                    await cancel(*tasks)
+        finally:
+            for each in self.shards:
+                del lending[each.root]
+            for worker in (writer, ranker):
+                worker.close()
+            self.close()
 
 
 def members_of(peer: Peer, known: Sequence[PeerId]) -> Sequence[PeerId]:
     """Return the other members that may be asked: of the newest view, or else those known."""
     chain = peer.context.chain
     peers = known if chain is None else chain.newest.peers
-    return [each for each in peers if each != peer.me and peer.context.life(each) not in ("dead",)]
+    return [each for each in peers if each != peer.me and peer.context.life(each) != "dead"]
 
 
 async def data_in_place(data: DataSection, machine: MachineOptions) -> RunData | None:
@@ -173,4 +190,4 @@ async def _gathered(
                 "tell the run's founder",
             )
         found.append(LocalShards(table, cache, folder, files))
-    return RunData(found, tuple(data.weights.values()), data.copies or 0)
+    return RunData(found, tuple(data.weights.values()), data.copies or 0, files)
