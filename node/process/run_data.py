@@ -13,6 +13,7 @@ from farflock.node.data.local_shards import LocalShards, table_of
 from farflock.node.data.samples import Text
 from farflock.node.data.shard_cache import ShardCache
 from farflock.node.data.shard_table import ShardTable
+from farflock.node.data.web_folder import WebFolder
 from farflock.node.errors import RefusedByRun
 from farflock.node.process.data_copies import Copies
 from farflock.node.process.data_index import fetch_table
@@ -20,6 +21,7 @@ from farflock.node.process.data_supply import DataSupply
 from farflock.node.process.held_out_supply import HeldOutSupply
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.status import DataStatus
+from farflock.node.process.web_shards import WebShards
 from farflock.node.run.data_section import DataSection
 from farflock.node.state.paths import home
 from farflock.swarm.compute import Worker
@@ -37,9 +39,11 @@ class RunData:
         weights: Sequence[float],
         copies: int,
         files: Worker | None = None,
+        urls: Sequence[str] = (),
     ) -> None:
         self.shards, self._weights, self._copies = tuple(shards), tuple(weights), copies
         self._files = files  # reads shards for others
+        self._urls = urls
         self.sources = tuple(map(FetchedShards, shards))
         self.supply: DataSupply | None = None
         self.copies: Copies | None = None
@@ -65,13 +69,14 @@ class RunData:
         """Return what is here, and what has come and gone."""
         tables = [each.table for each in self.shards]
         counts = [source.counts for source in self.sources]
+        from_web = 0 if self.supply is None else self.supply.web.fetched_bytes
         return DataStatus(
             roots=tuple(table.root for table in tables),
             tokens=sum(table.all_tokens for table in tables),
             shards=sum(map(len, tables)),
             here=sum(each.count for each in self.shards),
             seen=sum(len(source.seen) for source in self.sources),
-            fetched_bytes=peer.data_holders.fetched_bytes,
+            fetched_bytes=peer.data_holders.fetched_bytes + from_web,
             sent_bytes=peer.context.chunks.lending.sent_bytes,
             late=sum(each.late for each in counts),
             skipped=sum(each.skipped for each in counts),
@@ -106,7 +111,9 @@ class RunData:
         )
         lending |= {each.root: each for each in self.shards}
         members = partial(members_of, peer, known)
-        self.supply = DataSupply(self.sources, peer.data_holders, members, writer)
+        roots = {each.table.root for each in self.shards}
+        web = WebShards(list(map(WebFolder, self._urls)), roots)
+        self.supply = DataSupply(self.sources, peer.data_holders, members, writer, web)
         me = None if peer.me == founder else peer.me
 
         def others() -> Sequence[PeerId]:
@@ -190,4 +197,5 @@ async def _gathered(
                 "tell the run's founder",
             )
         found.append(LocalShards(table, cache, folder, files))
-    return RunData(found, tuple(data.weights.values()), data.copies or 0, files)
+    weights = tuple(data.weights.values())
+    return RunData(found, weights, data.copies or 0, files, data.urls or ())
