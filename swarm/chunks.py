@@ -31,6 +31,7 @@ from farflock.swarm.chunk_store import Store, is_intact
 from farflock.swarm.lending import Lending
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Want
+from farflock.swarm.silence import Silence
 
 PIECE_S = 0.15  # to send a piece of more than one unit
 WINDOW_BYTES = 3 * 1024 * 1024  # requested and not yet received, per holder
@@ -41,6 +42,8 @@ INBOUND_BYTES = 64 * 1024 * 1024  # buffers of unfinished fetches, in total
 # take all, the lines of the others would be idle
 SHARE_BYTES = 8 * 1024 * 1024
 GENTLE_PIECES = 2  # asked for at once of a chunk that is fetched gently
+GENTLE_SILENCE_S = 30.0  # without a byte of such chunks, after which they are given up
+SLOW = 4  # so many times slower than the fastest holder of such a chunk
 STALL_S = 1.0
 GAP_S = 0.3  # maximum gap between consecutive pieces of one request
 BATCH_TRIES = 2  # requests for a batch, before its chunks are fetched elsewhere or one by one
@@ -88,6 +91,8 @@ class _Fetching:
     mixing: bool
     without: set[PeerId]  # peers that answered that they do not have the chunk
     gently: bool = False  # few pieces are asked for at once
+    # who said that the chunk has another size; None: a piece that says so is dropped, and no more
+    liars: set[PeerId] | None = None
     due: set[int] = field(default_factory=set)  # the missing units asked for now
     # pieces received, by the index of their first unit
     parts: dict[int, bytes | memoryview] = field(default_factory=dict)
@@ -151,6 +156,7 @@ class Chunks:
         self.dropped: collections.Counter[str] = collections.Counter()
         self._server = ChunkServer(store, carrier, self.dropped)
         self.lending = Lending(self._server, carrier, self.dropped)
+        self._silence = Silence()  # of what is fetched gently
 
     async def fetch(
         self,
@@ -169,7 +175,8 @@ class Chunks:
         `holders` is called again whenever a holder is needed, so new ones are used. If `final`, a
         peer that is gone, lacks the chunk or sent a false one never gets it: return False once no
         other is left. If `gently`, ask a holder for no more than it sends in a moment, so that what
-        it sends to others waits no longer. Peers that sent a false copy are added to `liars`."""
+        it sends to others waits no longer, prefer faster holders, and end once no such chunk gets
+        a byte for `GENTLE_SILENCE_S`. Peers that sent a false copy are added to `liars`."""
         if digest in self.store:
             self.store.pin(digest, pin)
             return True
@@ -178,8 +185,9 @@ class Chunks:
         # the empty chunk needs no sender; no piece would ever come for another digest
         if size == 0:
             return digest == self.store.put(b"", pin)
+        patience = self._silence.limited(GENTLE_SILENCE_S) if gently else contextlib.nullcontext()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s), patience:
                 data = await self._fetch_whole(
                     digest, size, holders, final, gently, set() if liars is None else liars
                 )
@@ -290,7 +298,8 @@ class Chunks:
                 await asyncio.sleep(STALL_S / 2)  # holds none of the budget meanwhile
             else:
                 first = min(living, key=self._inbound.load)
-                fetching = _Fetching(digest, 0, set(), mixing, without, gently)
+                strict = liars if final else None
+                fetching = _Fetching(digest, 0, set(), mixing, without, gently, strict)
                 await self._fetch_once(fetching, size, first, asked)
                 if not fetching.missing:
                     data = fetching.whole()
@@ -333,9 +342,8 @@ class Chunks:
 
         The request fits the holder's window. Return False if no holder is alive."""
         living = self._living(holders)
-        holder = max(
-            (peer for peer in living if peer not in fetching.refused), key=self._room, default=None
-        )
+        able = [peer for peer in living if peer not in fetching.refused]
+        holder = max(self._faster(able) if fetching.gently else able, key=self._room, default=None)
         if holder is None:
             fetching.refused.clear()
             await asyncio.sleep(STALL_S / 2)
@@ -398,7 +406,7 @@ class Chunks:
             fetching.changed.clear()
             began = len(fetching.due) < asked
             heard_s = max(asked_s, self._pace(holder).heard_s)
-            left_s = heard_s + (GAP_S if began else STALL_S) - loop.time()
+            left_s = heard_s + self._patience_s(fetching, holder, began) - loop.time()
             gone = self._carrier.life(holder) in ("suspect", "dead")
             if left_s <= 0 or gone:
                 if gone or not began:
@@ -409,6 +417,14 @@ class Chunks:
                 await fetching.changed.wait()
             finally:
                 look.cancel()
+
+    def _patience_s(self, fetching: _Fetching, holder: PeerId, began: bool) -> float:
+        """Return how long a holder may be silent. What is fetched gently may come slowly, and would
+        be sent twice if it were asked for again."""
+        rate, least_s = self._pace(holder).bytes_per_s, GAP_S if began else STALL_S
+        if not fetching.gently or not rate:
+            return least_s
+        return max(least_s, min(2 * GENTLE_PIECES * PIECE_BYTES / rate, GENTLE_SILENCE_S / 3))
 
     def _untouched(self, wanted: Mapping[bytes, int]) -> list[SizedChunk]:
         """Return the chunks that are not here, and that no other task fetches."""
@@ -484,6 +500,12 @@ class Chunks:
     def _living(self, holders: Iterable[PeerId]) -> list[PeerId]:
         return [peer for peer in holders if self._carrier.life(peer) not in ("suspect", "dead")]
 
+    def _faster(self, holders: Sequence[PeerId]) -> list[PeerId]:
+        """Return the holders but for those that are much slower than the fastest."""
+        known = {peer: self._paces[peer].bytes_per_s for peer in holders if peer in self._paces}
+        least = max(known.values(), default=0.0) / SLOW
+        return [peer for peer in holders if known.get(peer, math.inf) >= least]
+
     def _room(self, holder: PeerId) -> int:
         window = self._windows.get(holder)
         return window.free_bytes if window is not None else WINDOW_BYTES
@@ -493,6 +515,8 @@ class Chunks:
         if batch is not None and sender == batch.holder and piece.digest == batch.entries[0][0]:
             self._take_answer(batch, piece, body)
             return
+        if fetching is not None and fetching.gently and sender in fetching.asked:
+            self._silence.heard()
         index, offset = divmod(piece.start, PIECE_BYTES)
         if (
             fetching is None
@@ -509,6 +533,10 @@ class Chunks:
             or not (stop == fetching.size or (stop < fetching.size and stop % PIECE_BYTES == 0))
         ):
             self.dropped["piece of the wrong size"] += 1
+            if piece.size != fetching.size and fetching.liars is not None:
+                fetching.liars.add(sender)
+                fetching.refused.add(sender)
+                fetching.changed.set()
             return
         filled_bytes = fetching.fill(piece.start, body)
         fetching.served.add(sender)

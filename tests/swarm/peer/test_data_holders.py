@@ -1,16 +1,27 @@
 """Who holds which chunks of data is asked; who sends a false one is named and left out."""
 
+import asyncio
+
 import pytest
 from worlds.chunk_net import LentWorld, MemoryLender, data_of
 from worlds.waiting import now
 
 from farflock.swarm.chunk_store import digest_of
+from farflock.swarm.chunks import GENTLE_SILENCE_S
 from farflock.swarm.messages import MAX_HELD_CHUNKS, DataHeld, DataQuery
 from farflock.swarm.peer.data_holders import LASTS_S, has
+from farflock.swarm.sim.network import LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 
 SHARDS = [data_of(200_000, seed) for seed in range(10)]
 ROOT = MemoryLender(SHARDS).root
+
+
+class Mute(MemoryLender):
+    """Has all chunks, and never sends any."""
+
+    async def read(self, digest):
+        await asyncio.sleep(1e6)
 
 
 def in_a_world(main):
@@ -100,6 +111,49 @@ def test_who_sends_a_false_chunk_is_named_and_left_out(caplog):
     in_a_world(main)()
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("liar sent a false copy of ")
+
+
+def test_who_says_another_size_of_a_chunk_is_named_and_left_out_at_once(caplog):
+    async def main(world):
+        reader = world.peer("reader")
+        digest, longer = digest_of(SHARDS[4]), data_of(300_000, 77)
+        world.peer("liar", MemoryLender(SHARDS, false={digest: longer}))
+        assert await reader.fetch(digest, len(SHARDS[4]), ["liar"], 300.0) is None
+        assert now() < 2.0
+        assert reader.left_out == {"liar"}
+
+    in_a_world(main)()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("liar sent a false copy of ")
+
+
+@in_a_world
+async def test_who_sends_nothing_is_given_up_after_a_while_however_long_a_chunk_may_take(world):
+    reader = world.peer("reader")
+    world.peer("mute", Mute(SHARDS))
+    digest = digest_of(SHARDS[4])
+    assert await reader.fetch(digest, len(SHARDS[4]), ["mute"], 300.0) is None
+    assert now() == pytest.approx(GENTLE_SILENCE_S, abs=1.0)
+
+
+@in_a_world
+async def test_a_slow_holder_does_not_hold_a_chunk_if_another_has_it(world):
+    reader = world.peer("reader")
+    for name in ("slow", "fast"):
+        world.peer(name, MemoryLender(SHARDS))
+    world.network.set_link("slow", LinkModel(2e4, 2e4))
+    for shard in SHARDS:
+        assert await reader.fetch(digest_of(shard), len(shard), ["slow", "fast"], 300.0) == shard
+    assert now() < 30.0, "2 MB take 100 s from the slow one"
+
+
+@in_a_world
+async def test_a_lone_slow_holder_is_waited_for_as_long_as_it_sends(world):
+    reader, long = world.peer("reader"), data_of(2_000_000)
+    world.peer("slow", MemoryLender([long]))
+    world.network.set_link("slow", LinkModel(3e4, 3e4))
+    assert await reader.fetch(digest_of(long), len(long), ["slow"], 300.0) == long
+    assert now() > 2 * GENTLE_SILENCE_S
 
 
 def test_a_bit_beyond_a_bitmap_is_not_set():
