@@ -185,7 +185,9 @@ class Chunks:
         # the empty chunk needs no sender; no piece would ever come for another digest
         if size == 0:
             return digest == self.store.put(b"", pin)
-        patience = self._silence.limited(GENTLE_SILENCE_S) if gently else contextlib.nullcontext()
+        patience: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
+        if gently:
+            patience = self._silence.limited(GENTLE_SILENCE_S)
         try:
             async with asyncio.timeout(timeout_s), patience:
                 data = await self._fetch_whole(
@@ -343,7 +345,9 @@ class Chunks:
         The request fits the holder's window. Return False if no holder is alive."""
         living = self._living(holders)
         able = [peer for peer in living if peer not in fetching.refused]
-        holder = max(self._faster(able) if fetching.gently else able, key=self._room, default=None)
+        holder = max(
+            _faster(able, self._paces) if fetching.gently else able, key=self._room, default=None
+        )
         if holder is None:
             fetching.refused.clear()
             await asyncio.sleep(STALL_S / 2)
@@ -406,7 +410,7 @@ class Chunks:
             fetching.changed.clear()
             began = len(fetching.due) < asked
             heard_s = max(asked_s, self._pace(holder).heard_s)
-            left_s = heard_s + self._patience_s(fetching, holder, began) - loop.time()
+            left_s = heard_s + _patience_s(fetching, self._pace(holder), began) - loop.time()
             gone = self._carrier.life(holder) in ("suspect", "dead")
             if left_s <= 0 or gone:
                 if gone or not began:
@@ -417,14 +421,6 @@ class Chunks:
                 await fetching.changed.wait()
             finally:
                 look.cancel()
-
-    def _patience_s(self, fetching: _Fetching, holder: PeerId, began: bool) -> float:
-        """Return how long a holder may be silent. What is fetched gently may come slowly, and would
-        be sent twice if it were asked for again."""
-        rate, least_s = self._pace(holder).bytes_per_s, GAP_S if began else STALL_S
-        if not fetching.gently or not rate:
-            return least_s
-        return max(least_s, min(2 * GENTLE_PIECES * PIECE_BYTES / rate, GENTLE_SILENCE_S / 3))
 
     def _untouched(self, wanted: Mapping[bytes, int]) -> list[SizedChunk]:
         """Return the chunks that are not here, and that no other task fetches."""
@@ -500,12 +496,6 @@ class Chunks:
     def _living(self, holders: Iterable[PeerId]) -> list[PeerId]:
         return [peer for peer in holders if self._carrier.life(peer) not in ("suspect", "dead")]
 
-    def _faster(self, holders: Sequence[PeerId]) -> list[PeerId]:
-        """Return the holders but for those that are much slower than the fastest."""
-        known = {peer: self._paces[peer].bytes_per_s for peer in holders if peer in self._paces}
-        least = max(known.values(), default=0.0) / SLOW
-        return [peer for peer in holders if known.get(peer, math.inf) >= least]
-
     def _room(self, holder: PeerId) -> int:
         window = self._windows.get(holder)
         return window.free_bytes if window is not None else WINDOW_BYTES
@@ -565,6 +555,24 @@ def _room_of(batch: Batch) -> int:
 def _drop_idle(windows: dict[PeerId, ByteBudget], holder: PeerId, window: ByteBudget) -> None:
     if window.idle and windows.get(holder) is window:
         del windows[holder]
+
+
+def _faster(holders: Sequence[PeerId], paces: Mapping[PeerId, _Pace]) -> list[PeerId]:
+    """Return the holders but for those that are much slower than the fastest."""
+    rates = {peer: paces[peer].bytes_per_s for peer in holders if peer in paces}
+    known = {peer: rate for peer, rate in rates.items() if rate}
+    least = max(known.values(), default=0.0) / SLOW
+    return [peer for peer in holders if known.get(peer, math.inf) >= least]
+
+
+def _patience_s(fetching: _Fetching, pace: _Pace, began: bool) -> float:
+    """Return how long a holder may be silent. What is fetched gently may come slowly, and would be
+    sent twice if it were asked for again."""
+    least_s = GAP_S if began else STALL_S
+    if not fetching.gently or not pace.bytes_per_s:
+        return least_s
+    asked_s = GENTLE_PIECES * PIECE_BYTES / pace.bytes_per_s
+    return max(least_s, min(2 * asked_s, GENTLE_SILENCE_S / 3))
 
 
 def _pieces(size: int) -> int:
