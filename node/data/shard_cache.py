@@ -12,6 +12,7 @@ goes. Names are hashes, so no peer has a say in where anything is written.
 import contextlib
 import itertools
 import os
+import tempfile
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -72,6 +73,14 @@ class ShardCache:
         self.used_bytes = sum(size for _, size, _ in files)
         self._unseen_bytes = 0
         self.version += 1
+
+    def require_writable(self) -> None:
+        """Raise `OSError` unless files can be added."""
+        with self._locked():
+            for name in ("index", "shards"):
+                (self.folder / name).mkdir(exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.folder / name):
+                    pass
 
     def read(self, digest: bytes) -> bytes | None:
         """Return a shard; None if it is not here."""
@@ -166,8 +175,8 @@ def _read(path: Path, digest: bytes) -> bytes | None:
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_CHUNK_BYTES + 1)
-    except FileNotFoundError:
-        return None
+    except (FileNotFoundError, PermissionError):
+        return None  # or it is another user's
     if is_intact(raw, digest):
         return raw
     path.unlink(missing_ok=True)

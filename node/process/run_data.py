@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from farflock.node.assembly.held_out_rows import HeldOutRows
@@ -14,7 +15,7 @@ from farflock.node.data.samples import Text
 from farflock.node.data.shard_cache import ShardCache
 from farflock.node.data.shard_table import ShardTable
 from farflock.node.data.web_folder import WebFolder
-from farflock.node.errors import RefusedByRun
+from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.process.data_copies import Copies
 from farflock.node.process.data_index import fetch_table
 from farflock.node.process.data_supply import DataSupply
@@ -167,6 +168,22 @@ async def fetch_data(
     return await _gathered(data, machine, fetched)
 
 
+def opened_cache(folder: Path, max_bytes: int, fetches: bool) -> ShardCache:
+    """Return the cache in a folder; raise `Failure` if it cannot be read, or be written to though
+    shards are to be fetched."""
+    try:
+        cache = ShardCache(folder, max_bytes)
+        if fetches:
+            cache.require_writable()
+    except OSError as error:
+        raise Failure(
+            f"the cache of data {folder} cannot be used",
+            (error.strerror or str(error)).lower(),
+            "make the folder yours, or set FARFLOCK_HOME to one that is",
+        ) from None
+    return cache
+
+
 async def _missing(root: str, cache: ShardCache) -> ShardTable:
     raise RefusedByRun(
         "the run trains on prepared data that are not on this machine",
@@ -185,7 +202,8 @@ async def _gathered(
         return None
     files = Worker("data")
     folders = await files(lambda: {each.root: each for each in map(PreparedFolder, machine.data)})
-    cache = await files(lambda: ShardCache(home() / "data", machine.data_cache))
+    fetches = not folders.keys() >= data.weights.keys()
+    cache = await files(lambda: opened_cache(home() / "data", machine.data_cache, fetches))
     found = list[LocalShards]()
     for root in data.weights:
         folder = folders.get(root)
