@@ -43,6 +43,7 @@ INBOUND_BYTES = 64 * 1024 * 1024  # buffers of unfinished fetches, in total
 SHARE_BYTES = 8 * 1024 * 1024
 GENTLE_PIECES = 2  # asked for at once of a chunk that is fetched gently
 GENTLE_SILENCE_S = 30.0  # without a byte of such chunks, after which they are given up
+GENTLE_CHUNK_S = 120.0  # without a byte of one of them, whatever comes of others
 SLOW = 4  # so many times slower than the fastest holder of such a chunk
 STALL_S = 1.0
 GAP_S = 0.3  # maximum gap between consecutive pieces of one request
@@ -164,7 +165,7 @@ class Chunks:
         size: int,
         holders: Callable[[], Sequence[PeerId]],
         pin: Hashable,
-        timeout_s: float,
+        timeout_s: float | None,
         *,
         final: bool = False,
         gently: bool = False,
@@ -176,7 +177,8 @@ class Chunks:
         peer that is gone, lacks the chunk or sent a false one never gets it: return False once no
         other is left. If `gently`, ask a holder for no more than it sends in a moment, so that what
         it sends to others waits no longer, prefer faster holders, and end once no such chunk gets
-        a byte for `GENTLE_SILENCE_S`. Peers that sent a false copy are added to `liars`."""
+        a byte for `GENTLE_SILENCE_S`, or this one for `GENTLE_CHUNK_S`; so `timeout_s` may be None.
+        Peers that sent a false copy are added to `liars`."""
         if digest in self.store:
             self.store.pin(digest, pin)
             return True
@@ -332,12 +334,19 @@ class Chunks:
             taken = size
             fetching.size = size
             fetching.begin_again()
-            while fetching.missing and await self._ask_somebody(fetching, holders()):
-                pass
+            async with self._patience(fetching):
+                while fetching.missing and await self._ask_somebody(fetching, holders()):
+                    pass
         finally:
             self._inbound.give(user, taken)
             del self._incoming[digest]
             fetching.changed.set()
+
+    def _patience(self, fetching: _Fetching) -> contextlib.AbstractAsyncContextManager[None]:
+        """Return what ends the fetch of a chunk that gets no byte for too long."""
+        if fetching.gently:
+            return self._silence.limited(GENTLE_CHUNK_S, fetching.digest)
+        return contextlib.nullcontext()
 
     async def _ask_somebody(self, fetching: _Fetching, holders: Sequence[PeerId]) -> bool:
         """Ask one holder for the missing pieces and wait until it delivers, refuses or stalls.
@@ -505,8 +514,6 @@ class Chunks:
         if batch is not None and sender == batch.holder and piece.digest == batch.entries[0][0]:
             self._take_answer(batch, piece, body)
             return
-        if fetching is not None and fetching.gently and sender in fetching.asked:
-            self._silence.heard()
         index, offset = divmod(piece.start, PIECE_BYTES)
         if (
             fetching is None
@@ -530,6 +537,8 @@ class Chunks:
             return
         filled_bytes = fetching.fill(piece.start, body)
         fetching.served.add(sender)
+        if fetching.gently:
+            self._silence.heard(fetching.digest)
         if sender == fetching.holder:
             fetching.give(filled_bytes)
         windows = self._gentle_windows if fetching.gently else self._windows

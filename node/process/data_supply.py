@@ -22,7 +22,6 @@ from farflock.swarm.peer.data_holders import DataHolders
 from farflock.swarm.tasks import cancel
 
 AT_ONCE = 3  # shards under way
-FETCH_TIMEOUT_S = 300.0  # of one shard
 ASK_EVERY_S = 5.0  # who has what is missing
 GIVE_UP_S = 60.0  # after so long without a shard that is needed now
 LOOK_EVERY_S = 30.0
@@ -182,7 +181,7 @@ class DataSupply:
         if not holders:
             return None
         digest, size = table.digest(number), table.size(number)
-        raw = await self._data_holders.fetch(digest, size, holders, FETCH_TIMEOUT_S)
+        raw = await self._data_holders.fetch(digest, size, holders)
         if raw is None:
             self._data_holders.forget(root, number)
         return raw

@@ -115,10 +115,11 @@ class DataHolders:
             del self._answers[place]
 
     async def fetch(
-        self, digest: bytes, size: int, holders: Sequence[PeerId], timeout_s: float
+        self, digest: bytes, size: int, holders: Sequence[PeerId], timeout_s: float | None = None
     ) -> bytes | None:
-        """Return a chunk, verified, from any of these holders; None if none delivers it in time.
-        A peer that sends a false one is named, and left out from then on."""
+        """Return a chunk, verified, from any of these holders; None if none delivers it in time, or
+        they are silent for too long (`Chunks.fetch`). A peer that sends a false one is named, and
+        left out from then on."""
         chunks, pin, liars = self._context.chunks, ("data", digest), set[PeerId]()
         asked = self._ordered(digest, holders)
         try:

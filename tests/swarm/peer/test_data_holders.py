@@ -7,8 +7,9 @@ from worlds.chunk_net import LentWorld, MemoryLender, data_of
 from worlds.waiting import now
 
 from farflock.swarm.chunk_store import digest_of
-from farflock.swarm.chunks import GENTLE_SILENCE_S
-from farflock.swarm.messages import MAX_HELD_CHUNKS, DataHeld, DataQuery
+from farflock.swarm.chunk_server import PIECE_BYTES
+from farflock.swarm.chunks import GENTLE_CHUNK_S, GENTLE_SILENCE_S
+from farflock.swarm.messages import MAX_HELD_CHUNKS, DataHeld, DataQuery, Piece
 from farflock.swarm.peer.data_holders import LASTS_S, has
 from farflock.swarm.sim.network import LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -154,6 +155,42 @@ async def test_a_lone_slow_holder_is_waited_for_as_long_as_it_sends(world):
     world.network.set_link("slow", LinkModel(3e4, 3e4))
     assert await reader.fetch(digest_of(long), len(long), ["slow"], 300.0) == long
     assert now() > 2 * GENTLE_SILENCE_S
+
+
+@in_a_world
+async def test_a_chunk_may_take_any_time_from_a_lone_holder_that_goes_on_sending(world):
+    reader, long = world.peer("reader"), data_of(2_000_000)
+    world.peer("slow", MemoryLender([long]))
+    world.network.set_link("slow", LinkModel(4e3, 4e3))
+    assert await reader.fetch(digest_of(long), len(long), ["slow"]) == long
+    assert 500.0 < now() < 700.0
+
+
+@in_a_world
+async def test_a_chunk_of_which_nothing_comes_is_given_up_while_others_come(world):
+    reader = world.peer("reader")
+    never, long = data_of(2_000_000, 1), data_of(2_000_000, 2)
+    world.peer("mute", Mute([never]))
+    world.peer("slow", MemoryLender([long]))
+    world.network.set_link("slow", LinkModel(1e4, 1e4))
+    other = asyncio.create_task(reader.fetch(digest_of(long), len(long), ["slow"]))
+    assert await reader.fetch(digest_of(never), len(never), ["mute"]) is None
+    assert now() == pytest.approx(GENTLE_CHUNK_S, abs=1.0)
+    assert await other == long
+
+
+@in_a_world
+async def test_who_sends_one_piece_again_and_again_is_given_up(world):
+    reader, long = world.peer("reader"), data_of(2_000_000)
+    digest, chunks = digest_of(long), world.contexts["reader"].chunks
+    world.peer("mute", Mute([long]))
+    fetching = asyncio.create_task(reader.fetch(digest, len(long), ["mute"]))
+    piece = Piece(digest, 0, len(long))
+    while not fetching.done():
+        await asyncio.sleep(5.0)
+        chunks.receive("mute", piece, long[:PIECE_BYTES])
+    assert await fetching is None
+    assert now() < GENTLE_SILENCE_S + 10.0
 
 
 def test_a_bit_beyond_a_bitmap_is_not_set():
