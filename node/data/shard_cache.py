@@ -11,6 +11,7 @@ goes. Names are hashes, so no peer has a say in where anything is written.
 
 import contextlib
 import itertools
+import logging
 import os
 import tempfile
 import time
@@ -18,7 +19,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from farflock.node.durable import locked
+from farflock.node.turns import TurnNeverCame, in_turn
 from farflock.swarm.chunk_store import is_intact
 from farflock.swarm.messages import MAX_CHUNK_BYTES
 
@@ -26,6 +27,8 @@ PARTIAL = ".partial"
 PARTIAL_S = 3600.0  # after which a file that was never finished goes
 FRESH_S = 180.0  # a shard that was used so lately is wanted by another process, perhaps
 LOOK_BYTES = 256 << 20  # that this process adds before it looks what others have added
+
+log = logging.getLogger(__name__)
 
 _Files = list[tuple[float, int, Path]]  # when a file was last used, its size, its path
 
@@ -105,7 +108,10 @@ class ShardCache:
         if self._unseen_bytes > LOOK_BYTES:
             self.look()
         if self.used_bytes + len(raw) > self.max_bytes:
-            self._make_room(len(raw), needs)
+            try:
+                self._make_room(len(raw), needs)
+            except TurnNeverCame as reason:
+                log.warning("no room is made in the cache of data: %s", reason.strerror)
             if self.used_bytes + len(raw) > self.max_bytes and digest not in needs.wanted:
                 raise CacheFull
         self._write(self._path(digest), raw)
@@ -156,7 +162,7 @@ class ShardCache:
     def _locked(self) -> Iterator[None]:
         """Let no other process make room meanwhile: together they would remove too much."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder, waits=True):
+        with in_turn(self.folder):
             yield
 
 

@@ -6,8 +6,8 @@ import pytest
 from worlds.chunk_net import LentWorld, MemoryLender, data_of
 from worlds.waiting import now
 
-from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.chunk_server import PIECE_BYTES
+from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.chunks import GENTLE_CHUNK_S, GENTLE_SILENCE_S
 from farflock.swarm.messages import MAX_HELD_CHUNKS, DataHeld, DataQuery, Piece
 from farflock.swarm.peer.data_holders import LASTS_S, has
