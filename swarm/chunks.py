@@ -187,11 +187,9 @@ class Chunks:
         # the empty chunk needs no sender; no piece would ever come for another digest
         if size == 0:
             return digest == self.store.put(b"", pin)
-        patience: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
-        if gently:
-            patience = self._silence.limited(GENTLE_SILENCE_S)
+        limit = _while_heard(self._silence, gently, GENTLE_SILENCE_S)
         try:
-            async with asyncio.timeout(timeout_s), patience:
+            async with asyncio.timeout(timeout_s), limit:
                 data = await self._fetch_whole(
                     digest, size, holders, final, gently, set() if liars is None else liars
                 )
@@ -334,19 +332,14 @@ class Chunks:
             taken = size
             fetching.size = size
             fetching.begin_again()
-            async with self._patience(fetching):
+            limit = _while_heard(self._silence, fetching.gently, GENTLE_CHUNK_S, digest)
+            async with limit:
                 while fetching.missing and await self._ask_somebody(fetching, holders()):
                     pass
         finally:
             self._inbound.give(user, taken)
             del self._incoming[digest]
             fetching.changed.set()
-
-    def _patience(self, fetching: _Fetching) -> contextlib.AbstractAsyncContextManager[None]:
-        """Return what ends the fetch of a chunk that gets no byte for too long."""
-        if fetching.gently:
-            return self._silence.limited(GENTLE_CHUNK_S, fetching.digest)
-        return contextlib.nullcontext()
 
     async def _ask_somebody(self, fetching: _Fetching, holders: Sequence[PeerId]) -> bool:
         """Ask one holder for the missing pieces and wait until it delivers, refuses or stalls.
@@ -369,7 +362,7 @@ class Chunks:
         fetching.holder, fetching.window = holder, window
         try:
             if self._carrier.life(holder) not in ("suspect", "dead"):  # it may have died meanwhile
-                await self._ask(fetching, holder, fetching.room_bytes)
+                await self._ask(fetching, holder, fetching.room_bytes, alone=len(able) == 1)
         finally:
             fetching.give(fetching.room_bytes)
             fetching.holder = None
@@ -385,7 +378,9 @@ class Chunks:
         least = max(min(ASK_BYTES, fetching.size - first), WINDOW_BYTES // MAX_WANTS)
         return least, max(least, min(WINDOW_BYTES, fetching.size - first))
 
-    async def _ask(self, fetching: _Fetching, holder: PeerId, room_bytes: int) -> None:
+    async def _ask(
+        self, fetching: _Fetching, holder: PeerId, room_bytes: int, *, alone: bool
+    ) -> None:
         """Request the first run of missing pieces that fits."""
         if not fetching.mixing and fetching.served - {holder}:
             fetching.begin_again()
@@ -404,11 +399,13 @@ class Chunks:
         if self._carrier.send(holder, want):
             pace.asked(asyncio.get_running_loop().time())
             fetching.due = set(range(first, stop))
-            await self._until_delivered(fetching, holder, len(fetching.due))
+            await self._until_delivered(fetching, holder, len(fetching.due), alone)
         else:
             fetching.refused.add(holder)
 
-    async def _until_delivered(self, fetching: _Fetching, holder: PeerId, asked: int) -> None:
+    async def _until_delivered(
+        self, fetching: _Fetching, holder: PeerId, asked: int, alone: bool
+    ) -> None:
         """Wait for the requested pieces.
 
         A holder that sends nothing is given up for another. If it fell silent after a start, pieces
@@ -419,7 +416,7 @@ class Chunks:
             fetching.changed.clear()
             began = len(fetching.due) < asked
             heard_s = max(asked_s, self._pace(holder).heard_s)
-            left_s = heard_s + _patience_s(fetching, self._pace(holder), began) - loop.time()
+            left_s = heard_s + _silent_s(fetching, self._pace(holder), began, alone) - loop.time()
             gone = self._carrier.life(holder) in ("suspect", "dead")
             if left_s <= 0 or gone:
                 if gone or not began:
@@ -574,14 +571,24 @@ def _faster(holders: Sequence[PeerId], paces: Mapping[PeerId, _Pace]) -> list[Pe
     return [peer for peer in holders if known.get(peer, math.inf) >= least]
 
 
-def _patience_s(fetching: _Fetching, pace: _Pace, began: bool) -> float:
+def _while_heard(
+    silence: Silence, gently: bool, seconds: float, digest: bytes | None = None
+) -> contextlib.AbstractAsyncContextManager[None]:
+    """Return what ends a gentle fetch once no byte comes for so long, of this chunk or of any."""
+    return silence.limited(seconds, digest) if gently else contextlib.nullcontext()
+
+
+def _silent_s(fetching: _Fetching, pace: _Pace, began: bool, alone: bool) -> float:
     """Return how long a holder may be silent. What is fetched gently may come slowly, and would be
-    sent twice if it were asked for again."""
-    least_s = GAP_S if began else STALL_S
-    if not fetching.gently or not pace.bytes_per_s:
-        return least_s
+    sent twice if it were asked for again, which costs most where nobody else has it."""
+    min_s = GAP_S if began else STALL_S
+    if not fetching.gently:
+        return min_s
+    max_s = GENTLE_SILENCE_S * (0.9 if alone else 1 / 3)
+    if not pace.bytes_per_s:
+        return max_s if alone else min_s
     asked_s = GENTLE_PIECES * PIECE_BYTES / pace.bytes_per_s
-    return max(least_s, min(2 * asked_s, GENTLE_SILENCE_S / 3))
+    return max(min_s, min(2 * asked_s, max_s))
 
 
 def _pieces(size: int) -> int:
