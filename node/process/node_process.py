@@ -131,6 +131,10 @@ class NodeProcess:
             return f"this node serves stage {part.serving.index} on {device}"
         return f"this node trains without weights: servers of stages compute, and not {device.name}"
 
+    def says_disk(self) -> str:
+        """Return a sentence on the room that the node takes on the disk."""
+        return str(self.machine.disk_plan)
+
     def awaited(self) -> int:
         """Return how many members the founder waits for before it trains; 0 if it does not wait."""
         first = self.links.me == self.founder and not self.member.step
