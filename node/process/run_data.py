@@ -25,6 +25,7 @@ from farflock.node.process.status import DataStatus
 from farflock.node.process.web_shards import WebShards
 from farflock.node.run.data_section import DataSection
 from farflock.node.state.paths import home
+from farflock.node.turns import TurnNeverCame
 from farflock.swarm.compute import Worker
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.peer.peer import Peer
@@ -176,11 +177,9 @@ def opened_cache(folder: Path, max_bytes: int, fetches: bool) -> ShardCache:
         if fetches:
             cache.require_writable()
     except OSError as error:
-        raise Failure(
-            f"the cache of data {folder} cannot be used",
-            (error.strerror or str(error)).lower(),
-            "make the folder yours, or set FARFLOCK_HOME to one that is",
-        ) from None
+        what, stuck = f"the cache of data {folder} cannot be used", isinstance(error, TurnNeverCame)
+        remedy = "" if stuck else "make the folder yours, or set FARFLOCK_HOME to one that is"
+        raise Failure(what, (error.strerror or str(error)).lower(), remedy) from None
     return cache
 
 

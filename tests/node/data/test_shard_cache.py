@@ -25,6 +25,11 @@ def path_of(cache, number):
     return path
 
 
+def held(folder):
+    """A lock that another process has."""
+    raise BlockingIOError
+
+
 def aged(cache, *numbers):
     """Let shards have been used long ago, the first ones longest ago."""
     for place, number in enumerate(numbers):
@@ -125,6 +130,23 @@ def test_a_cache_of_another_user_is_refused_in_a_sentence_only_where_it_is_neede
     monkeypatch.setattr("os.scandir", denied)
     with pytest.raises(Failure, match=said):
         opened_cache(tmp_path / "cache", 350, fetches=False)
+
+
+def test_a_process_that_holds_the_cache_for_good_is_named_and_training_goes_on(
+    cache, tmp_path, monkeypatch
+):
+    for number in (1, 2, 3):
+        keep(cache, number)
+    monkeypatch.setattr("farflock.node.turns.locked", held)
+    monkeypatch.setattr("farflock.node.turns.STUCK_S", 0.0)
+    cache.keep(NAMES[4], SHARDS[4], needs(4))
+    assert cache.read(NAMES[4]) == SHARDS[4], "what is read next is kept beyond the limit"
+    with pytest.raises(CacheFull):
+        cache.keep(NAMES[5], SHARDS[5], needs(4))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "in-use").write_text("4711\n")
+    with pytest.raises(Failure, match="cannot be used: process 4711 has worked there"):
+        opened_cache(tmp_path / "other", 350, fetches=True)
 
 
 def test_a_cache_that_is_ones_own_is_used(tmp_path):
