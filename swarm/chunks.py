@@ -564,7 +564,10 @@ def _drop_idle(windows: dict[PeerId, ByteBudget], holder: PeerId, window: ByteBu
 
 
 def _faster(holders: Sequence[PeerId], paces: Mapping[PeerId, _Pace]) -> list[PeerId]:
-    """Return the holders but for those that are much slower than the fastest."""
+    """Return the holders that were not asked lately, to learn their speed; if there are none, all
+    but those that are much slower than the fastest."""
+    if new := [peer for peer in holders if peer not in paces]:
+        return new
     rates = {peer: paces[peer].bytes_per_s for peer in holders if peer in paces}
     known = {peer: rate for peer, rate in rates.items() if rate}
     least = max(known.values(), default=0.0) / SLOW

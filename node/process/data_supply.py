@@ -181,7 +181,8 @@ class DataSupply:
         if not holders:
             return None
         digest, size = table.digest(number), table.size(number)
-        raw = await self._data_holders.fetch(digest, size, holders)
+        known = partial(self._holders, root, number)
+        raw = await self._data_holders.fetch(digest, size, holders, known=known)
         if raw is None:
             self._data_holders.forget(root, number)
         return raw

@@ -167,6 +167,18 @@ async def test_a_chunk_may_take_any_time_from_a_lone_holder_that_goes_on_sending
 
 
 @in_a_world
+async def test_a_faster_holder_that_is_known_later_takes_over_from_a_slow_one(world):
+    reader, long, known = world.peer("reader"), data_of(2_000_000), []
+    world.peer("slow", MemoryLender([long]))
+    world.peer("fast", MemoryLender([long]))
+    world.network.set_link("slow", LinkModel(4e3, 4e3))
+    asyncio.get_running_loop().call_later(60.0, known.append, "fast")
+    found = await reader.fetch(digest_of(long), len(long), ["slow"], known=lambda: known)
+    assert found == long
+    assert now() < 120.0, "it takes 500 s from the slow one"
+
+
+@in_a_world
 async def test_a_chunk_of_which_nothing_comes_is_given_up_while_others_come(world):
     reader = world.peer("reader")
     never, long = data_of(2_000_000, 1), data_of(2_000_000, 2)
