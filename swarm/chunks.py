@@ -101,6 +101,7 @@ class _Fetching:
     refused: set[PeerId] = field(default_factory=set)  # not asked again while others are left
     served: set[PeerId] = field(default_factory=set)
     holder: PeerId | None = None  # the holder being asked now
+    alone: bool = False  # nobody else could be asked
     window: ByteBudget | None = None  # the holder's window
     room_bytes: int = 0  # part of the window reserved for bytes it has not sent yet
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -332,8 +333,7 @@ class Chunks:
             taken = size
             fetching.size = size
             fetching.begin_again()
-            limit = _while_heard(self._silence, fetching.gently, GENTLE_CHUNK_S, digest)
-            async with limit:
+            async with _while_heard(self._silence, fetching.gently, GENTLE_CHUNK_S, digest):
                 while fetching.missing and await self._ask_somebody(fetching, holders()):
                     pass
         finally:
@@ -362,7 +362,8 @@ class Chunks:
         fetching.holder, fetching.window = holder, window
         try:
             if self._carrier.life(holder) not in ("suspect", "dead"):  # it may have died meanwhile
-                await self._ask(fetching, holder, fetching.room_bytes, alone=len(able) == 1)
+                fetching.alone = len(able) == 1
+                await self._ask(fetching, holder, fetching.room_bytes)
         finally:
             fetching.give(fetching.room_bytes)
             fetching.holder = None
@@ -378,9 +379,7 @@ class Chunks:
         least = max(min(ASK_BYTES, fetching.size - first), WINDOW_BYTES // MAX_WANTS)
         return least, max(least, min(WINDOW_BYTES, fetching.size - first))
 
-    async def _ask(
-        self, fetching: _Fetching, holder: PeerId, room_bytes: int, *, alone: bool
-    ) -> None:
+    async def _ask(self, fetching: _Fetching, holder: PeerId, room_bytes: int) -> None:
         """Request the first run of missing pieces that fits."""
         if not fetching.mixing and fetching.served - {holder}:
             fetching.begin_again()
@@ -399,13 +398,11 @@ class Chunks:
         if self._carrier.send(holder, want):
             pace.asked(asyncio.get_running_loop().time())
             fetching.due = set(range(first, stop))
-            await self._until_delivered(fetching, holder, len(fetching.due), alone)
+            await self._until_delivered(fetching, holder, len(fetching.due))
         else:
             fetching.refused.add(holder)
 
-    async def _until_delivered(
-        self, fetching: _Fetching, holder: PeerId, asked: int, alone: bool
-    ) -> None:
+    async def _until_delivered(self, fetching: _Fetching, holder: PeerId, asked: int) -> None:
         """Wait for the requested pieces.
 
         A holder that sends nothing is given up for another. If it fell silent after a start, pieces
@@ -416,7 +413,7 @@ class Chunks:
             fetching.changed.clear()
             began = len(fetching.due) < asked
             heard_s = max(asked_s, self._pace(holder).heard_s)
-            left_s = heard_s + _silent_s(fetching, self._pace(holder), began, alone) - loop.time()
+            left_s = heard_s + _silent_s(fetching, self._pace(holder), began) - loop.time()
             gone = self._carrier.life(holder) in ("suspect", "dead")
             if left_s <= 0 or gone:
                 if gone or not began:
@@ -581,15 +578,15 @@ def _while_heard(
     return silence.limited(seconds, digest) if gently else contextlib.nullcontext()
 
 
-def _silent_s(fetching: _Fetching, pace: _Pace, began: bool, alone: bool) -> float:
+def _silent_s(fetching: _Fetching, pace: _Pace, began: bool) -> float:
     """Return how long a holder may be silent. What is fetched gently may come slowly, and would be
     sent twice if it were asked for again, which costs most where nobody else has it."""
     min_s = GAP_S if began else STALL_S
     if not fetching.gently:
         return min_s
-    max_s = GENTLE_SILENCE_S * (0.9 if alone else 1 / 3)
+    max_s = GENTLE_SILENCE_S * (0.9 if fetching.alone else 1 / 3)
     if not pace.bytes_per_s:
-        return max_s if alone else min_s
+        return max_s if fetching.alone else min_s
     asked_s = GENTLE_PIECES * PIECE_BYTES / pace.bytes_per_s
     return max(min_s, min(2 * asked_s, max_s))
 

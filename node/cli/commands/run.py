@@ -75,13 +75,12 @@ def command(
         from farflock.node.model.weights_folder import WeightsFolder
 
         placed = machine_of({**machine, "data": data})
-        line = Line(peers or members_of(described), uplink, step_s)
         shape = described.model.shape
         stored = None if folder is None else WeightsFolder(folder, shape).stored_bytes
-        facts, text = size_facts(described, line, stored), described.canonical().decode()
+        facts = size_facts(described, Line(peers or members_of(described), uplink, step_s), stored)
         tables = [table_of(PreparedFolder(each)) for each in data]
         sizes = data_facts(tables) if described.data.weights else None
-        disk = disk_facts(described, placed)
+        disk, text = disk_facts(described, placed), described.canonical().decode()
         out.result(
             {"manifest": text, "hash": described.hash(), **facts, "disk": disk, "data": sizes},
             f"{text}\nhash {described.hash()}\n\n{size_text(facts)}\n"
