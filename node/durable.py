@@ -28,15 +28,15 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, waits: bool = False) -> Iterator[None]:
-    """Keep out other processes that lock the folder too, and wait until they have gone, or raise
-    `BlockingIOError` if this does not wait, or `NoLocks`."""
+def locked(folder: Path) -> Iterator[None]:
+    """Keep out other processes that lock the folder too. Raise `BlockingIOError` while another one
+    has it (node/turns.py waits for it), or `NoLocks`."""
     import fcntl  # late: every system can import this module
 
     place = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(place, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise
         except OSError as error:

@@ -31,6 +31,7 @@ from farflock.swarm.chunk_store import Store, is_intact
 from farflock.swarm.lending import Lending
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Want
+from farflock.swarm.silence import Silence
 
 PIECE_S = 0.15  # to send a piece of more than one unit
 WINDOW_BYTES = 3 * 1024 * 1024  # requested and not yet received, per holder
@@ -41,6 +42,9 @@ INBOUND_BYTES = 64 * 1024 * 1024  # buffers of unfinished fetches, in total
 # take all, the lines of the others would be idle
 SHARE_BYTES = 8 * 1024 * 1024
 GENTLE_PIECES = 2  # asked for at once of a chunk that is fetched gently
+GENTLE_SILENCE_S = 30.0  # without a byte of such chunks, after which they are given up
+GENTLE_CHUNK_S = 120.0  # without a byte of one of them, whatever comes of others
+SLOW = 4  # so many times slower than the fastest holder of such a chunk
 STALL_S = 1.0
 GAP_S = 0.3  # maximum gap between consecutive pieces of one request
 BATCH_TRIES = 2  # requests for a batch, before its chunks are fetched elsewhere or one by one
@@ -88,6 +92,8 @@ class _Fetching:
     mixing: bool
     without: set[PeerId]  # peers that answered that they do not have the chunk
     gently: bool = False  # few pieces are asked for at once
+    # who said that the chunk has another size; None: a piece that says so is dropped, and no more
+    liars: set[PeerId] | None = None
     due: set[int] = field(default_factory=set)  # the missing units asked for now
     # pieces received, by the index of their first unit
     parts: dict[int, bytes | memoryview] = field(default_factory=dict)
@@ -95,6 +101,7 @@ class _Fetching:
     refused: set[PeerId] = field(default_factory=set)  # not asked again while others are left
     served: set[PeerId] = field(default_factory=set)
     holder: PeerId | None = None  # the holder being asked now
+    alone: bool = False  # nobody else could be asked
     window: ByteBudget | None = None  # the holder's window
     room_bytes: int = 0  # part of the window reserved for bytes it has not sent yet
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -151,6 +158,7 @@ class Chunks:
         self.dropped: collections.Counter[str] = collections.Counter()
         self._server = ChunkServer(store, carrier, self.dropped)
         self.lending = Lending(self._server, carrier, self.dropped)
+        self._silence = Silence()  # of what is fetched gently
 
     async def fetch(
         self,
@@ -158,7 +166,7 @@ class Chunks:
         size: int,
         holders: Callable[[], Sequence[PeerId]],
         pin: Hashable,
-        timeout_s: float,
+        timeout_s: float | None,
         *,
         final: bool = False,
         gently: bool = False,
@@ -169,7 +177,9 @@ class Chunks:
         `holders` is called again whenever a holder is needed, so new ones are used. If `final`, a
         peer that is gone, lacks the chunk or sent a false one never gets it: return False once no
         other is left. If `gently`, ask a holder for no more than it sends in a moment, so that what
-        it sends to others waits no longer. Peers that sent a false copy are added to `liars`."""
+        it sends to others waits no longer, prefer faster holders, and end once no such chunk gets
+        a byte for `GENTLE_SILENCE_S`, or this one for `GENTLE_CHUNK_S`; so `timeout_s` may be None.
+        Peers that sent a false copy are added to `liars`."""
         if digest in self.store:
             self.store.pin(digest, pin)
             return True
@@ -178,8 +188,9 @@ class Chunks:
         # the empty chunk needs no sender; no piece would ever come for another digest
         if size == 0:
             return digest == self.store.put(b"", pin)
+        limit = _while_heard(self._silence, gently, GENTLE_SILENCE_S)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s), limit:
                 data = await self._fetch_whole(
                     digest, size, holders, final, gently, set() if liars is None else liars
                 )
@@ -290,7 +301,8 @@ class Chunks:
                 await asyncio.sleep(STALL_S / 2)  # holds none of the budget meanwhile
             else:
                 first = min(living, key=self._inbound.load)
-                fetching = _Fetching(digest, 0, set(), mixing, without, gently)
+                strict = liars if final else None
+                fetching = _Fetching(digest, 0, set(), mixing, without, gently, strict)
                 await self._fetch_once(fetching, size, first, asked)
                 if not fetching.missing:
                     data = fetching.whole()
@@ -321,8 +333,9 @@ class Chunks:
             taken = size
             fetching.size = size
             fetching.begin_again()
-            while fetching.missing and await self._ask_somebody(fetching, holders()):
-                pass
+            async with _while_heard(self._silence, fetching.gently, GENTLE_CHUNK_S, digest):
+                while fetching.missing and await self._ask_somebody(fetching, holders()):
+                    pass
         finally:
             self._inbound.give(user, taken)
             del self._incoming[digest]
@@ -333,8 +346,9 @@ class Chunks:
 
         The request fits the holder's window. Return False if no holder is alive."""
         living = self._living(holders)
+        able = [peer for peer in living if peer not in fetching.refused]
         holder = max(
-            (peer for peer in living if peer not in fetching.refused), key=self._room, default=None
+            _faster(able, self._paces) if fetching.gently else able, key=self._room, default=None
         )
         if holder is None:
             fetching.refused.clear()
@@ -348,6 +362,7 @@ class Chunks:
         fetching.holder, fetching.window = holder, window
         try:
             if self._carrier.life(holder) not in ("suspect", "dead"):  # it may have died meanwhile
+                fetching.alone = len(able) == 1
                 await self._ask(fetching, holder, fetching.room_bytes)
         finally:
             fetching.give(fetching.room_bytes)
@@ -398,7 +413,7 @@ class Chunks:
             fetching.changed.clear()
             began = len(fetching.due) < asked
             heard_s = max(asked_s, self._pace(holder).heard_s)
-            left_s = heard_s + (GAP_S if began else STALL_S) - loop.time()
+            left_s = heard_s + _silent_s(fetching, self._pace(holder), began) - loop.time()
             gone = self._carrier.life(holder) in ("suspect", "dead")
             if left_s <= 0 or gone:
                 if gone or not began:
@@ -509,9 +524,15 @@ class Chunks:
             or not (stop == fetching.size or (stop < fetching.size and stop % PIECE_BYTES == 0))
         ):
             self.dropped["piece of the wrong size"] += 1
+            if piece.size != fetching.size and fetching.liars is not None:
+                fetching.liars.add(sender)
+                fetching.refused.add(sender)
+                fetching.changed.set()
             return
         filled_bytes = fetching.fill(piece.start, body)
         fetching.served.add(sender)
+        if fetching.gently:
+            self._silence.heard(fetching.digest)
         if sender == fetching.holder:
             fetching.give(filled_bytes)
         windows = self._gentle_windows if fetching.gently else self._windows
@@ -537,6 +558,37 @@ def _room_of(batch: Batch) -> int:
 def _drop_idle(windows: dict[PeerId, ByteBudget], holder: PeerId, window: ByteBudget) -> None:
     if window.idle and windows.get(holder) is window:
         del windows[holder]
+
+
+def _faster(holders: Sequence[PeerId], paces: Mapping[PeerId, _Pace]) -> list[PeerId]:
+    """Return the holders that were not asked lately, to learn their speed; if there are none, all
+    but those that are much slower than the fastest."""
+    if new := [peer for peer in holders if peer not in paces]:
+        return new
+    rates = {peer: paces[peer].bytes_per_s for peer in holders if peer in paces}
+    known = {peer: rate for peer, rate in rates.items() if rate}
+    least = max(known.values(), default=0.0) / SLOW
+    return [peer for peer in holders if known.get(peer, math.inf) >= least]
+
+
+def _while_heard(
+    silence: Silence, gently: bool, seconds: float, digest: bytes | None = None
+) -> contextlib.AbstractAsyncContextManager[None]:
+    """Return what ends a gentle fetch once no byte comes for so long, of this chunk or of any."""
+    return silence.limited(seconds, digest) if gently else contextlib.nullcontext()
+
+
+def _silent_s(fetching: _Fetching, pace: _Pace, began: bool) -> float:
+    """Return how long a holder may be silent. What is fetched gently may come slowly, and would be
+    sent twice if it were asked for again, which costs most where nobody else has it."""
+    min_s = GAP_S if began else STALL_S
+    if not fetching.gently:
+        return min_s
+    max_s = GENTLE_SILENCE_S * (0.9 if fetching.alone else 1 / 3)
+    if not pace.bytes_per_s:
+        return max_s if fetching.alone else min_s
+    asked_s = GENTLE_PIECES * PIECE_BYTES / pace.bytes_per_s
+    return max(min_s, min(2 * asked_s, max_s))
 
 
 def _pieces(size: int) -> int:

@@ -39,6 +39,7 @@ COMPUTED = {  # filled in when the manifest is resolved
     "data.corpus": "`shakespeare`, unless the data are prepared",
     **dict.fromkeys(["data.root", "data.mix"], "computed, with `--data`"),
     "data.copies": "2, with `--data`",
+    "data.urls": "none",
     "data.sha256": "computed, for a corpus",
     **dict.fromkeys(
         [f"data.{name}" for name in ("tokenizer_bytes", "tokenizer_chunks", "vocabulary")],

@@ -134,7 +134,7 @@ class CheckpointManager:
         size_bytes = checkpoint.bytes_of(written)
         if self.keep_bytes is not None and size_bytes > self.keep_bytes:
             log.warning(
-                "%s takes %d bytes, above the %d of --keep-bytes; it stays, because it is the only"
+                "%s takes %d bytes, above the %d that are allowed; it stays, because it is the only"
                 " one left; allow for two of them, so that one is intact while another is written",
                 *(written, size_bytes, self.keep_bytes),
             )

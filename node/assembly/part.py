@@ -72,7 +72,7 @@ class Part(Protocol[SavedT_contra]):
 
 
 class WholePart:
-    """The members that parts with a whole model take from their one loop."""
+    """The members that a part with a whole model, which has one loop, takes from that loop."""
 
     __slots__ = ()
     peer: Peer

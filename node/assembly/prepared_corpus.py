@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from blake3 import blake3
@@ -18,13 +19,14 @@ from farflock.node.data.folder import PreparedFolder
 from farflock.node.data.index import BadIndex
 from farflock.node.data.prepare import VERSION, Preparation, PrepareOptions
 from farflock.node.data.sources import find_files
-from farflock.node.durable import locked, sync_folder
+from farflock.node.durable import sync_folder
 from farflock.node.errors import Failure
 from farflock.node.machine import usable_cores
 from farflock.node.model.corpus import BadCorpus, Corpus
 from farflock.node.state.paths import home
 from farflock.node.tokens.json_tokenizer import JsonTokenizer
 from farflock.node.tokens.tokenizer import BYTES, Tokenizer
+from farflock.node.turns import TurnNeverCame, in_turn
 
 log = logging.getLogger(__name__)
 _OPTIONS = PrepareOptions(held_out=0.0, keep_duplicates=True, strict=True)
@@ -38,10 +40,15 @@ def prepared_corpus(corpus: Corpus, tokenizer: Tokenizer) -> PreparedFolder:
     cache = home() / "prepared"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with locked(cache, waits=True):
+        with in_turn(cache) as getting_on:
             target = cache / _name(corpus, tokenizer)
-            found = _intact(target)
-            return found if found is not None else _prepared(corpus, tokenizer, target)
+            found = _intact(target, getting_on)
+            if found is None:
+                found = _prepared(corpus, tokenizer, target, getting_on)
+            return found
+    except TurnNeverCame as error:
+        what = f"the corpus {corpus.name} cannot be prepared in {cache}"
+        raise Failure(what, str(error.strerror), "") from None
     except OSError as error:
         raise Failure(
             f"the corpus {corpus.name} cannot be prepared in {cache}",
@@ -56,18 +63,21 @@ def _name(corpus: Corpus, tokenizer: Tokenizer) -> str:
     return blake3(given + corpus.train.encode()).hexdigest()
 
 
-def _intact(target: Path) -> PreparedFolder | None:
+def _intact(target: Path, getting_on: Callable[[], None]) -> PreparedFolder | None:
     """Return the folder, all of which is read; None if there is none, or if it is damaged."""
     try:
         found = PreparedFolder(target)
         for number in range(found.shards("train")):
             found.read("train", number)
+            getting_on()
     except BadIndex:
         return None
     return found
 
 
-def _prepared(corpus: Corpus, tokenizer: Tokenizer, target: Path) -> PreparedFolder:
+def _prepared(
+    corpus: Corpus, tokenizer: Tokenizer, target: Path, getting_on: Callable[[], None]
+) -> PreparedFolder:
     """Make the folder out of the corpus, beside its place."""
     log.info("preparing the corpus %s", corpus.name)
     making = target.parent / "making"
@@ -81,7 +91,7 @@ def _prepared(corpus: Corpus, tokenizer: Tokenizer, target: Path) -> PreparedFol
         work.run(
             cores=usable_cores(),
             clock=time.monotonic,
-            progress=lambda share: None,
+            progress=lambda share: getting_on(),
             say=log.debug,
         )
     except BadDocuments:  # nothing else can be wrong with a corpus

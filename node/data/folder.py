@@ -207,15 +207,21 @@ def tokens_of(raw: bytes, index: DataIndex, documents: int) -> TokenIds | None:
 
 def _laid_out(shards: NDArray[np.void], width: int) -> list[int]:
     """Say of the shards of a part in which file and where they lie; return the files' lengths."""
-    lengths = list[int]()
-    files, offsets = np.zeros(len(shards), dtype="<u4"), np.zeros(len(shards), dtype="<u8")
-    for place, tokens in enumerate(shards["tokens"].tolist()):
-        if not lengths or lengths[-1] + tokens * width > MAX_TOKEN_FILE_BYTES:
-            lengths.append(0)
-        files[place], offsets[place] = len(lengths) - 1, lengths[-1]
-        lengths[-1] += tokens * width
-    shards["file"], shards["offset"] = files, offsets
+    shards["file"], shards["offset"], lengths = lay_out(shards["tokens"].tolist(), width)
     return lengths
+
+
+def lay_out(tokens: Sequence[int], width: int) -> tuple[list[int], list[int], list[int]]:
+    """Return in which file of a part each of its shards lies, which have so many tokens of `width`
+    bytes, and at which byte; and the files' lengths."""
+    files, offsets, lengths = list[int](), list[int](), list[int]()
+    for count in tokens:
+        if not lengths or lengths[-1] + count * width > MAX_TOKEN_FILE_BYTES:
+            lengths.append(0)
+        files.append(len(lengths) - 1)
+        offsets.append(lengths[-1])
+        lengths[-1] += count * width
+    return files, offsets, lengths
 
 
 def _size(path: Path) -> int:

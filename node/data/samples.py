@@ -174,7 +174,8 @@ _Parts = dict[tuple[int, int, int], int]  # epoch, group, shards done: those tha
 
 
 class _SourceReader:
-    """One source's samples in turn, from a place on. `parts` are those that were begun before."""
+    """One source's samples in turn, from a place on. `parts` are those that were begun before; one
+    that `expects` says what it reads next."""
 
     def __init__(
         self,
@@ -183,8 +184,10 @@ class _SourceReader:
         length: int,
         place: SourcePlace,
         parts: _Parts,
+        expects: bool,
     ) -> None:
         self._source, self._length, self.place, self._parts = source, length, place, parts
+        self._expects = expects
         self._coming = source if isinstance(source, ComingShards) else None
         self._order = ShardOrder(stream, source.name, len(source.sizes))
         if place.group >= self._order.groups or not self._left(place):
@@ -210,7 +213,7 @@ class _SourceReader:
 
     def expect(self) -> None:
         """Say which shards are read next: the rest of this group, and the one that follows it."""
-        if self._coming is not None:
+        if self._coming is not None and self._expects:
             shards = self._order.group(self.place.epoch, self.place.group)
             now = [shards[bit] for bit in self._left(self.place)]
             then = self._order.group(*self._order.after(self.place.epoch, self.place.group))
@@ -332,7 +335,8 @@ class SampleReader:
     def _reached(self, number: int) -> Cursor:
         """Return the place of a sample that is reached from the nearest known one before it."""
         nearest = self._nearest(number)
-        readers = self._readers_at(nearest.places)
+        # What this thread reads is not what the one that trains reads next.
+        readers = self._readers_at(nearest.places, expects=False)
         self._skip(readers, nearest.drawn, number)
         return Cursor(self.fingerprint, number, tuple(reader.place for reader in readers))
 
@@ -355,9 +359,11 @@ class SampleReader:
         for reader, count in zip(readers, self._mixture.drawn(first, stop), strict=True):
             reader.skip(count)
 
-    def _readers_at(self, places: Sequence[SourcePlace]) -> list[_SourceReader]:
+    def _readers_at(
+        self, places: Sequence[SourcePlace], *, expects: bool = True
+    ) -> list[_SourceReader]:
         return [
-            _SourceReader(source, self._stream, self.length, place, parts)
+            _SourceReader(source, self._stream, self.length, place, parts, expects)
             for source, place, parts in zip(self._text.sources, places, self._parts, strict=True)
         ]
 

@@ -11,13 +11,15 @@ goes. Names are hashes, so no peer has a say in where anything is written.
 
 import contextlib
 import itertools
+import logging
 import os
+import tempfile
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from farflock.node.durable import locked
+from farflock.node.turns import TurnNeverCame, in_turn
 from farflock.swarm.chunk_store import is_intact
 from farflock.swarm.messages import MAX_CHUNK_BYTES
 
@@ -25,6 +27,8 @@ PARTIAL = ".partial"
 PARTIAL_S = 3600.0  # after which a file that was never finished goes
 FRESH_S = 180.0  # a shard that was used so lately is wanted by another process, perhaps
 LOOK_BYTES = 256 << 20  # that this process adds before it looks what others have added
+
+log = logging.getLogger(__name__)
 
 _Files = list[tuple[float, int, Path]]  # when a file was last used, its size, its path
 
@@ -73,6 +77,14 @@ class ShardCache:
         self._unseen_bytes = 0
         self.version += 1
 
+    def require_writable(self) -> None:
+        """Raise `OSError` unless files can be added."""
+        with self._locked():
+            for name in ("index", "shards"):
+                (self.folder / name).mkdir(exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.folder / name):
+                    pass
+
     def read(self, digest: bytes) -> bytes | None:
         """Return a shard; None if it is not here."""
         path = self._path(digest)
@@ -96,7 +108,10 @@ class ShardCache:
         if self._unseen_bytes > LOOK_BYTES:
             self.look()
         if self.used_bytes + len(raw) > self.max_bytes:
-            self._make_room(len(raw), needs)
+            try:
+                self._make_room(len(raw), needs)
+            except TurnNeverCame as reason:
+                log.warning("no room is made in the cache of data: %s", reason.strerror)
             if self.used_bytes + len(raw) > self.max_bytes and digest not in needs.wanted:
                 raise CacheFull
         self._write(self._path(digest), raw)
@@ -147,7 +162,7 @@ class ShardCache:
     def _locked(self) -> Iterator[None]:
         """Let no other process make room meanwhile: together they would remove too much."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder, waits=True):
+        with in_turn(self.folder):
             yield
 
 
@@ -166,8 +181,8 @@ def _read(path: Path, digest: bytes) -> bytes | None:
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_CHUNK_BYTES + 1)
-    except FileNotFoundError:
-        return None
+    except (FileNotFoundError, PermissionError):
+        return None  # or it is another user's
     if is_intact(raw, digest):
         return raw
     path.unlink(missing_ok=True)

@@ -6,7 +6,6 @@ that is found out by the hash.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,12 +14,13 @@ from farflock.node.data.local_shards import cached_table
 from farflock.node.data.shard_cache import ShardCache
 from farflock.node.data.shard_table import ShardTable, pages_of
 from farflock.node.errors import RefusedByRun
+from farflock.swarm.chunks import GENTLE_SILENCE_S
 from farflock.swarm.compute import Worker
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES
 from farflock.swarm.peer.bootstrap import Visitor, visiting
 
-INDEX_TIMEOUT_S = 120.0  # for each chunk of an index
+INDEX_TIMEOUT_S = 120.0  # to find a member that sends it
 ASK_EVERY_S = 2.0
 
 
@@ -53,24 +53,24 @@ async def fetch_table(
 async def _index_of(visit: Visitor, root: str, members: Sequence[PeerId]) -> bytes:
     """Return the index from a member that says how long it is, and is right."""
     digest, holders = bytes.fromhex(root), visit.data_holders
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(INDEX_TIMEOUT_S):
-            while True:
-                await holders.ask(members, digest, 0)
-                sizes = holders.index_sizes(digest)
-                for size in sorted(set(sizes.values())):
-                    having = [peer for peer, said in sizes.items() if said == size]
-                    raw = await holders.fetch(digest, size, having, INDEX_TIMEOUT_S)
-                    if raw is not None:
-                        return raw
-                await asyncio.sleep(ASK_EVERY_S)
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + INDEX_TIMEOUT_S
+    while loop.time() < until_s:
+        await holders.ask(members, digest, 0)
+        sizes = holders.index_sizes(digest)
+        for size in sorted(set(sizes.values())):
+            having = [peer for peer, said in sizes.items() if said == size]
+            raw = await holders.fetch(digest, size, having)
+            if raw is not None:
+                return raw
+        await asyncio.sleep(ASK_EVERY_S)
     raise _nobody(f"none of {len(members)} members sent its index")
 
 
 async def _chunk(visit: Visitor, name: str, size: int, members: Sequence[PeerId]) -> bytes:
-    raw = await visit.data_holders.fetch(bytes.fromhex(name), size, members, INDEX_TIMEOUT_S)
+    raw = await visit.data_holders.fetch(bytes.fromhex(name), size, members)
     if raw is None:
-        raise _nobody(f"no member sent a page of its index within {INDEX_TIMEOUT_S:.0f} s")
+        raise _nobody(f"no member sent a page of its index for {GENTLE_SILENCE_S:.0f} s")
     return raw
 
 

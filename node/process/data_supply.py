@@ -2,7 +2,8 @@
 
 The thread that trains says which shards it reads next (node/data/coming_shards.py). This task asks
 the members who has those that are missing, fetches some at once, the first ones first, and keeps
-them in the cache. What no member has for a while is given up.
+them in the cache. What no member delivers may lie on the web. What nobody has for a while is given
+up.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from functools import partial
 
 from farflock.node.data.coming_shards import FetchedShards
 from farflock.node.data.shard_cache import CacheFull, ShardNeeds
+from farflock.node.process.web_shards import WebShards
 from farflock.node.tokens.tokenizer import TokenIds
 from farflock.swarm.compute import Compute
 from farflock.swarm.links import PeerId
@@ -20,7 +22,6 @@ from farflock.swarm.peer.data_holders import DataHolders
 from farflock.swarm.tasks import cancel
 
 AT_ONCE = 3  # shards under way
-FETCH_TIMEOUT_S = 300.0  # of one shard
 ASK_EVERY_S = 5.0  # who has what is missing
 GIVE_UP_S = 60.0  # after so long without a shard that is needed now
 LOOK_EVERY_S = 30.0
@@ -30,7 +31,7 @@ _Job = tuple[int, int]  # which source, and which of its shards
 
 class DataSupply:
     """Fetches what sources are about to read. `members` are the peers to ask now; `compute` runs
-    what writes files."""
+    what writes files; `web` are servers with copies."""
 
     def __init__(
         self,
@@ -38,8 +39,10 @@ class DataSupply:
         data_holders: DataHolders,
         members: Callable[[], Sequence[PeerId]],
         compute: Compute,
+        web: WebShards | None = None,
     ) -> None:
         self.sources, self._data_holders = tuple(sources), data_holders
+        self.web = web or WebShards((), ())
         self._members, self._compute = members, compute
         self._woken = asyncio.Event()
         self._under_way: set[_Job] = set()
@@ -104,7 +107,7 @@ class DataSupply:
                 await self._woken.wait()
 
     async def _bring(self, job: _Job) -> bool:
-        """Fetch a shard and keep it; return False if no member delivers it."""
+        """Fetch a shard and keep it; return False if nobody delivers it."""
         self._under_way.add(job)
         try:
             if await self._fetched(job):
@@ -121,7 +124,7 @@ class DataSupply:
         return False
 
     async def copied(self, source: FetchedShards, number: int) -> bool:
-        """Fetch a shard to keep it for others; return False if no member delivers it. Raise
+        """Fetch a shard to keep it for others; return False if nobody delivers it. Raise
         `CacheFull` if there is no room."""
         job = self.sources.index(source), number
         if source.local.has(number) or job in self._under_way:
@@ -134,7 +137,7 @@ class DataSupply:
 
     async def tokens(self, source: FetchedShards, number: int) -> TokenIds | None:
         """Return the tokens of a shard that is read once (n,), and keep it if there is room; None
-        if no member delivers it. Raise `BadIndex` if they are not what the index says."""
+        if nobody delivers it. Raise `BadIndex` if they are not what the index says."""
         job = self.sources.index(source), number
         found = await self._compute(partial(source.local.tokens, number))
         if found is not None or job in self._under_way:
@@ -163,7 +166,12 @@ class DataSupply:
         source.came()
 
     async def _sent(self, job: _Job) -> bytes | None:
-        """Return the bytes of a shard, verified; None if no member delivers it."""
+        """Return the bytes of a shard, verified; None if nobody delivers it."""
+        table, number = self.sources[job[0]].local.table, job[1]
+        raw = await self._sent_by_members(job)
+        return await self.web.fetch(table, number) if raw is None else raw
+
+    async def _sent_by_members(self, job: _Job) -> bytes | None:
         source, number = self.sources[job[0]], job[1]
         table, root = source.local.table, source.local.root
         holders = self._holders(root, number)
@@ -173,7 +181,8 @@ class DataSupply:
         if not holders:
             return None
         digest, size = table.digest(number), table.size(number)
-        raw = await self._data_holders.fetch(digest, size, holders, FETCH_TIMEOUT_S)
+        known = partial(self._holders, root, number)
+        raw = await self._data_holders.fetch(digest, size, holders, known=known)
         if raw is None:
             self._data_holders.forget(root, number)
         return raw

@@ -65,7 +65,10 @@ async def fetch_plan(
     """Return the verified manifest of an invite's run, and what is known of its prepared data,
     whose index is fetched; raise `RefusedByRun` if no member has that."""
     async with _visiting(machine, invite, timeout_s) as (links, manifest, members):
-        return manifest, await fetch_data(links, invite.run, manifest.data, members, machine)
+        data = await fetch_data(links, invite.run, manifest.data, members, machine)
+        if data is not None:
+            data.close()  # it is lent to nobody
+        return manifest, data
 
 
 async def look_at_data(
@@ -77,6 +80,7 @@ async def look_at_data(
         data = await fetch_data(links, run, manifest.data, members, machine)
         if data is None:
             return manifest, None, []
+        data.close()
         await fetch_tokenizer(links, run, manifest.data, members)
         tokenizer = tokenizer_of(manifest.data)
         return manifest, data, await read_excerpts(links, run, data, members, tokenizer, seed)

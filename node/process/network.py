@@ -20,6 +20,7 @@ from farflock.node.errors import Failure, RefusedByRun, explained
 from farflock.node.model.device import Device
 from farflock.node.model.ranks import Ranks
 from farflock.node.model.step_options import StepOptions
+from farflock.node.process.disk import DiskPlan
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Head, Manifest, parse, unseal_head
 from farflock.node.run.memory import OuterPlace
@@ -62,7 +63,9 @@ class MachineOptions:
     ranks: Ranks | None = None  # the processes of this peer, if there are several
     model: Path | None = None  # the folder that a founder's run starts from
     data: tuple[Path, ...] = ()  # folders of prepared data
-    data_cache: int = DATA_CACHE_BYTES  # of shards that were fetched
+    disk: int | None = None  # bytes that all of its files may take
+    data_cache: int = DATA_CACHE_BYTES  # of shards that were fetched, unless `disk` says more
+    disk_plan: DiskPlan | None = None  # what the disk is given to, once the run is known
 
 
 def identity_of(folder: RunFolder) -> Identity:

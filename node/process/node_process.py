@@ -123,6 +123,10 @@ class NodeProcess:
             return says_stages_device(self.member.role, self.machine.device)
         return says_replicas_device(self.machine, self.manifest)
 
+    def says_disk(self) -> str:
+        """Return a sentence on the room that the node takes on the disk."""
+        return str(self.machine.disk_plan)
+
     def awaited(self) -> int:
         """Return how many members the founder waits for before it trains; 0 if it does not wait."""
         first = self.links.me == self.founder and not self.member.step

@@ -82,7 +82,8 @@ def replica_of(
 
     accumulate, batches = manifest.train.accumulate, node.training_task.batches
     position = SamplePosition(machine.folder.path, run)
-    keep_samples(node, SampleKeeper(position, batches, Worker("samples")), accumulate)
+    samples = SampleKeeper(position, batches, Worker("samples"))
+    keep_samples(node, samples, accumulate)
     keeper = CheckpointManager(
         node,
         machine.folder,
@@ -92,7 +93,7 @@ def replica_of(
         keep=machine.keep,
         keep_bytes=machine.keep_bytes,
         tokenizer=text.tokenizer,
-        cursor=lambda step: batches.cursor(step * accumulate),
+        cursor=lambda step: samples.place(step * accumulate),
         members=partial(members_of, peer),
     )
     node.evaluator = _evaluator(node, manifest, text)

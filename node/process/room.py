@@ -1,8 +1,10 @@
-"""The room that a run of whole models needs on this machine: reckoned, and then tried.
+"""The room that a run needs on this machine: on its disk, and for whole models in its memory,
+reckoned, and then tried.
 
 It is known before a founder opens its run, and before a joiner downloads anything of its state.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +14,7 @@ from farflock.node.model.device import Device
 from farflock.node.model.loss import MAX_LOGITS
 from farflock.node.model.replica import OnDevice, Storage, in_memory
 from farflock.node.model.step_options import StepOptions, logits_on
+from farflock.node.process.disk import disk_need, planned
 from farflock.node.process.network import MachineOptions
 from farflock.node.run.fit import require_moments
 from farflock.node.run.manifest import Manifest
@@ -24,6 +27,7 @@ from farflock.node.run.memory import (
     refusal,
     require_device_memory,
     require_memory,
+    stage_parameters,
     state_on_device,
 )
 from farflock.node.run.terms import RunPlan
@@ -36,9 +40,49 @@ from farflock.swarm.compute import Worker
 def with_room(
     machine: MachineOptions, manifest: Manifest, error: type[FarflockError]
 ) -> MachineOptions:
-    """Return the machine with the place of the method's state chosen. Raise `error` unless a whole
-    model fits the memory, and `Usage` if the run cannot have such moments or several processes. A
-    pipeline's node checks its memory once it knows its stage."""
+    """Return the machine with the place of the method's state chosen, and what its disk is given
+    to. Raise `error` unless the run fits the disk and a whole model the memory, and `Usage` if the
+    run cannot have such moments or several processes. A pipeline's node checks its memory once it
+    knows its stage."""
+    return with_disk(_with_memory(machine, manifest, error), manifest, error)
+
+
+def with_disk(
+    machine: MachineOptions, manifest: Manifest, error: type[FarflockError]
+) -> MachineOptions:
+    """Return the machine with what its disk is given to; raise `error` if `--disk` allows too
+    little. A node that does not know its stage yet is given the largest one's room."""
+    stages = _stages(machine, manifest)
+    sources = len(manifest.data.weights) if machine.ranks is None else 0
+    fetched = max(sources - len(machine.data), 0)
+    need = disk_need(manifest, stages, outer=machine.outer == "disk", fetched=fetched)
+    given = machine.disk, machine.keep, machine.keep_bytes, machine.data_cache
+    plan = planned(need, *given, error)
+    machine = replace(machine, disk_plan=plan, data_cache=plan.data or machine.data_cache)
+    if machine.disk is None:
+        return machine
+    older = (plan.checkpoints - need.checkpoint) // max(len(stages or ()), 1)  # each has its own
+    return replace(machine, keep_bytes=min(older, machine.keep_bytes or older) or None)
+
+
+def _stages(machine: MachineOptions, manifest: Manifest) -> Sequence[int] | None:
+    """Return the stages that a node may have to keep; None for a whole model."""
+    pipeline = manifest.pipeline_plan()
+    if pipeline is None:
+        return None
+    sizes = [stage_parameters(manifest.plan().model, span) for span in pipeline.stages]
+    match machine.role:
+        case "replica":
+            return range(len(sizes))
+        case "trainer":
+            return ()
+    return (sizes.index(max(sizes)),)
+
+
+def _with_memory(
+    machine: MachineOptions, manifest: Manifest, error: type[FarflockError]
+) -> MachineOptions:
+    """Return the machine with the place of the method's state chosen, as `with_room` does."""
     plan, computing = manifest.plan(), _computing(machine, manifest)
     made, in_stages = method(plan.method, **plan.options), manifest.pipeline is not None
     require_moments(plan.method, made, plan.inner, computing.moments, in_stages)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from farflock.node.assembly.held_out_rows import HeldOutRows
@@ -13,15 +14,18 @@ from farflock.node.data.local_shards import LocalShards, table_of
 from farflock.node.data.samples import Text
 from farflock.node.data.shard_cache import ShardCache
 from farflock.node.data.shard_table import ShardTable
-from farflock.node.errors import RefusedByRun
+from farflock.node.data.web_folder import WebFolder
+from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.process.data_copies import Copies
 from farflock.node.process.data_index import fetch_table
 from farflock.node.process.data_supply import DataSupply
 from farflock.node.process.held_out_supply import HeldOutSupply
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.status import DataStatus
+from farflock.node.process.web_shards import WebShards
 from farflock.node.run.data_section import DataSection
 from farflock.node.state.paths import home
+from farflock.node.turns import TurnNeverCame
 from farflock.swarm.compute import Worker
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.peer.peer import Peer
@@ -32,9 +36,16 @@ class RunData:
     """The sources of a run's data, in the manifest's order, and the weight of each."""
 
     def __init__(
-        self, shards: Sequence[LocalShards], weights: Sequence[float], copies: int
+        self,
+        shards: Sequence[LocalShards],
+        weights: Sequence[float],
+        copies: int,
+        files: Worker | None = None,
+        urls: Sequence[str] = (),
     ) -> None:
         self.shards, self._weights, self._copies = tuple(shards), tuple(weights), copies
+        self._files = files  # reads shards for others
+        self._urls = urls
         self.sources = tuple(map(FetchedShards, shards))
         self.supply: DataSupply | None = None
         self.copies: Copies | None = None
@@ -60,13 +71,14 @@ class RunData:
         """Return what is here, and what has come and gone."""
         tables = [each.table for each in self.shards]
         counts = [source.counts for source in self.sources]
+        from_web = 0 if self.supply is None else self.supply.web.fetched_bytes
         return DataStatus(
             roots=tuple(table.root for table in tables),
             tokens=sum(table.all_tokens for table in tables),
             shards=sum(map(len, tables)),
             here=sum(each.count for each in self.shards),
             seen=sum(len(source.seen) for source in self.sources),
-            fetched_bytes=peer.data_holders.fetched_bytes,
+            fetched_bytes=peer.data_holders.fetched_bytes + from_web,
             sent_bytes=peer.context.chunks.lending.sent_bytes,
             late=sum(each.late for each in counts),
             skipped=sum(each.skipped for each in counts),
@@ -82,6 +94,11 @@ class RunData:
         for source in self.sources:
             source.stops = stopping
 
+    def close(self) -> None:
+        """End the thread that reads shards for others."""
+        if self._files is not None:
+            self._files.close()
+
     @contextlib.asynccontextmanager
     async def travelling(
         self, peer: Peer, known: Sequence[PeerId], founder: PeerId, *, evaluates: bool
@@ -89,38 +106,47 @@ class RunData:
         """Lend what is here, and fetch what is about to be read, while the block runs, and what the
         run is evaluated on if this peer does so; `known` are members to ask before this peer knows
         a view."""
-        lending = peer.context.chunks.lending.lenders
-        for each in self.shards:
-            lending[each.root] = each
-        self.supply = DataSupply(
-            self.sources, peer.data_holders, partial(members_of, peer, known), Worker("data")
+        lending, writer, ranker = (
+            peer.context.chunks.lending.lenders,
+            Worker("data"),
+            Worker("copies"),
         )
+        lending |= {each.root: each for each in self.shards}
+        members = partial(members_of, peer, known)
+        roots = {each.table.root for each in self.shards}
+        web = WebShards(list(map(WebFolder, self._urls)), roots)
+        self.supply = DataSupply(self.sources, peer.data_holders, members, writer, web)
         me = None if peer.me == founder else peer.me
 
         def others() -> Sequence[PeerId]:
             return [each for each in members_of(peer, ()) if each != founder]
 
-        self.copies = Copies(
-            self.supply, peer.data_holders, others, me, self._copies, Worker("copies")
-        )
-        async with self.supply.running():
-            tasks = [asyncio.create_task(self.copies.run())]
-            if not evaluates:
-                self.held_out = None
-            elif self.held_out is not None:
-                bringing = HeldOutSupply(self.supply, self.held_out)
-                tasks.append(asyncio.create_task(bringing.run()))
-            try:
-                yield
-            finally:
-                await cancel(*tasks)
+        self.copies = Copies(self.supply, peer.data_holders, others, me, self._copies, ranker)
+        try:
+            async with self.supply.running():
+                tasks = [asyncio.create_task(self.copies.run())]
+                if not evaluates:
+                    self.held_out = None
+                elif self.held_out is not None:
+                    bringing = HeldOutSupply(self.supply, self.held_out)
+                    tasks.append(asyncio.create_task(bringing.run()))
+                try:
+                    yield
+                finally:
+                    await cancel(*tasks)
+        finally:
+            for each in self.shards:
+                del lending[each.root]
+            for worker in (writer, ranker):
+                worker.close()
+            self.close()
 
 
 def members_of(peer: Peer, known: Sequence[PeerId]) -> Sequence[PeerId]:
     """Return the other members that may be asked: of the newest view, or else those known."""
     chain = peer.context.chain
     peers = known if chain is None else chain.newest.peers
-    return [each for each in peers if each != peer.me and peer.context.life(each) not in ("dead",)]
+    return [each for each in peers if each != peer.me and peer.context.life(each) != "dead"]
 
 
 async def data_in_place(data: DataSection, machine: MachineOptions) -> RunData | None:
@@ -143,6 +169,20 @@ async def fetch_data(
     return await _gathered(data, machine, fetched)
 
 
+def opened_cache(folder: Path, max_bytes: int, fetches: bool) -> ShardCache:
+    """Return the cache in a folder; raise `Failure` if it cannot be read, or be written to though
+    shards are to be fetched."""
+    try:
+        cache = ShardCache(folder, max_bytes)
+        if fetches:
+            cache.require_writable()
+    except OSError as error:
+        what, stuck = f"the cache of data {folder} cannot be used", isinstance(error, TurnNeverCame)
+        remedy = "" if stuck else "make the folder yours, or set FARFLOCK_HOME to one that is"
+        raise Failure(what, (error.strerror or str(error)).lower(), remedy) from None
+    return cache
+
+
 async def _missing(root: str, cache: ShardCache) -> ShardTable:
     raise RefusedByRun(
         "the run trains on prepared data that are not on this machine",
@@ -161,7 +201,8 @@ async def _gathered(
         return None
     files = Worker("data")
     folders = await files(lambda: {each.root: each for each in map(PreparedFolder, machine.data)})
-    cache = await files(lambda: ShardCache(home() / "data", machine.data_cache))
+    fetches = not folders.keys() >= data.weights.keys()
+    cache = await files(lambda: opened_cache(home() / "data", machine.data_cache, fetches))
     found = list[LocalShards]()
     for root in data.weights:
         folder = folders.get(root)
@@ -173,4 +214,5 @@ async def _gathered(
                 "tell the run's founder",
             )
         found.append(LocalShards(table, cache, folder, files))
-    return RunData(found, tuple(data.weights.values()), data.copies or 0)
+    weights = tuple(data.weights.values())
+    return RunData(found, weights, data.copies or 0, files, data.urls or ())

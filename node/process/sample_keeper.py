@@ -10,6 +10,7 @@ from pathlib import Path
 
 from farflock.node.assembly.checkpoints import SAMPLES
 from farflock.node.assembly.node import ReplicaNode
+from farflock.node.data.coming_shards import ReadingStopped
 from farflock.node.model.batches_ahead import BatchesAhead
 from farflock.node.model.data import Batches, Start
 from farflock.node.run.manifest import Manifest
@@ -30,12 +31,24 @@ class SampleKeeper:
         self._position, self._batches = position, batches
         self._compute, self._fails = compute, False
 
+    def place(self, batch: int) -> bytes:
+        """Return the place of a batch, for a checkpoint. If the node stops while the shards that
+        lead there are missing, return that of the first sample that no round has counted: a few
+        samples come twice, and the checkpoint is written."""
+        try:
+            return self._batches.cursor(batch)
+        except ReadingStopped:
+            log.info("some samples since the last round come again when this node goes on")
+            return self._position.read()
+
     async def counted(self, batch: int) -> None:
         """Note that all batches before this one count, and wait until that is on the disk. A full
-        disk must not end the node."""
+        disk must not end the node, nor must a stop while shards are missing."""
         try:
             await self._compute(lambda: self._position.write(self._batches.cursor(batch)))
             self._fails = False
+        except ReadingStopped:
+            return  # the round before it stays
         except OSError as error:
             if not self._fails:
                 log.warning("cannot keep the position in the data: %s", error.strerror)

@@ -35,6 +35,7 @@ from farflock.node.tokens.tokenizer import (
 from farflock.swarm.messages import MAX_CHUNK_BYTES
 
 MAX_COPIES = 16
+MAX_URLS = 8
 COPIES = 2
 MAX_TOKENIZER_CHUNKS = MAX_FILE_BYTES // MAX_CHUNK_BYTES
 _FROM_FILE = ("tokenizer_bytes", "tokenizer_chunks", "vocabulary")  # what describes a file
@@ -42,6 +43,15 @@ _FROM_FILE = ("tokenizer_bytes", "tokenizer_chunks", "vocabulary")  # what descr
 _Hash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
 _Weight = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 _Mix = Annotated[dict[_Hash, _Weight], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
+# https, or http on this machine; no user, query or fragment
+_Url = Annotated[
+    str,
+    msgspec.Meta(
+        max_length=512,
+        pattern=r"^(https://[^\s/@?#\\]+|http://(127\.0\.0\.1|localhost)(:[0-9]+)?)(/[^\s@?#\\]*)?$",
+    ),
+]
+_Urls = Annotated[tuple[_Url, ...], msgspec.Meta(min_length=1, max_length=MAX_URLS)]
 _Chunks = Annotated[tuple[_Hash, ...], msgspec.Meta(max_length=MAX_TOKENIZER_CHUNKS)]
 
 
@@ -50,14 +60,16 @@ class DataSection(Section, frozen=True, kw_only=True):
 
     The text is a corpus with the SHA-256 of exactly that text, the prepared data with a `root`, or
     a `mix` of several, by their weights; members keep so many `copies` of each shard beside the
-    founder's. A resolved manifest always has a hash: without it a founder could make a volunteer
-    train on any local file of that name. There the tokenizer is `bytes`, or the BLAKE3 hash of its
-    file, with the file's size, the hashes of its chunks, and its number of tokens."""
+    founder's, and `urls` have copies of the folders. A resolved manifest always has a hash: without
+    it a founder could make a volunteer train on any local file of that name. There the tokenizer is
+    `bytes`, or the BLAKE3 hash of its file, with the file's size, the hashes of its chunks, and its
+    number of tokens."""
 
     corpus: PlainText | None = None
     root: _Hash | None = None
     mix: _Mix | None = None
     copies: Annotated[int, msgspec.Meta(ge=0, le=MAX_COPIES)] | None = None
+    urls: _Urls | None = None
     tokenizer: Annotated[str, msgspec.Meta(pattern=rf"^({BYTES}|[0-9a-f]{{64}})$")] = BYTES
     tokenizer_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_FILE_BYTES)] | None = None
     tokenizer_chunks: _Chunks | None = None
@@ -135,6 +147,8 @@ def require_text(data: DataSection) -> None:
     if len(named) != 1:
         why = f"it names {' and '.join(named) or 'no text'}"
         raise Usage("[data]", why, "name one of corpus, root and mix")
+    if data.corpus is not None and data.urls is not None:
+        raise Usage("data.urls", "a corpus lies at no URL", "leave it out, or prepare the text")
     if (data.corpus is None) != (data.sha256 is None):
         raise Usage("data.sha256", "it goes with a corpus", "name both or neither")
     try:

@@ -7,7 +7,7 @@ a while, so a peer asks again when it needs what nobody had.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.links import PeerId
@@ -115,15 +115,25 @@ class DataHolders:
             del self._answers[place]
 
     async def fetch(
-        self, digest: bytes, size: int, holders: Sequence[PeerId], timeout_s: float
+        self,
+        digest: bytes,
+        size: int,
+        holders: Sequence[PeerId],
+        timeout_s: float | None = None,
+        known: Callable[[], Sequence[PeerId]] = tuple,
     ) -> bytes | None:
-        """Return a chunk, verified, from any of these holders; None if none delivers it in time.
-        A peer that sends a false one is named, and left out from then on."""
+        """Return a chunk, verified, from any of these holders, or of those that are `known` once
+        there are others; None if none delivers it in time, or they are silent for too long
+        (`Chunks.fetch`). A peer that sends a false one is named, and
+        left out from then on."""
         chunks, pin, liars = self._context.chunks, ("data", digest), set[PeerId]()
-        asked = self._ordered(digest, holders)
+
+        def asked() -> list[PeerId]:
+            return self._ordered(digest, {*holders, *known()})
+
         try:
             there = await chunks.fetch(
-                digest, size, lambda: asked, pin, timeout_s, final=True, gently=True, liars=liars
+                digest, size, asked, pin, timeout_s, final=True, gently=True, liars=liars
             )
             if not there:
                 return None
@@ -140,7 +150,7 @@ class DataHolders:
                 )
             self.left_out |= liars
 
-    def _ordered(self, digest: bytes, holders: Sequence[PeerId]) -> list[PeerId]:
+    def _ordered(self, digest: bytes, holders: Collection[PeerId]) -> list[PeerId]:
         """Return holders in an order of this peer and chunk, so that peers ask different ones."""
         mine = digest + self._context.me.encode()
         return sorted(holders, key=lambda peer: digest_of(mine + peer.encode()))

@@ -72,6 +72,7 @@ def test_the_map_shows_the_rooms_in_the_order_of_their_imports():
         "errors",
         "extras",
         "reporting",
+        "turns",
     }
     assert all(height[above] > height[below] for above, below in drawn)
 

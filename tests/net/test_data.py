@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import recorded
 from recorded import hash_of, lives
-from worlds.node_processes import COMMAND, FOREVER, ROOT, SEQ, SEQUENCES
+from worlds.node_processes import BATCH, COMMAND, FOREVER, MODEL, ROOT, SEQ, SEQUENCES
 from worlds.prepared import prepared
 from worlds.waiting import output_of, until_real
 
@@ -132,6 +132,39 @@ def test_a_volunteer_with_an_empty_disk_trains_and_evaluates_and_a_visitor_sees_
     assert all(" of many, text " in sample["text"] for sample in shown["samples"])
     mine.leaves()
     founder.leaves()
+
+
+def test_a_trainer_of_a_pipeline_with_an_empty_disk_trains_on_data_from_members(
+    run, folders, monkeypatch
+):
+    manifest = resolve(
+        {
+            **MANIFEST,
+            "model": MODEL,
+            "pipeline": {"stages": 2, "batch": BATCH},
+            "method": {"name": "ddp", "options": {}},
+            "exchange": {"view_s": 1.0, "start_peers": 3},
+        },
+        prepared=folders[:1],
+    )
+    (run.folder / "run.toml").write_bytes(manifest.canonical())
+    monkeypatch.setenv("FARFLOCK_HOME", str(run.folder / "founders"))
+    founder = run.start("founder", "run", run.folder / "run.toml", "--data", folders[0])
+    run.invite = founder.reaches(lambda status: status["invite"])["invite"]
+    monkeypatch.setenv("FARFLOCK_HOME", str(run.folder / "servers"))
+    server = run.join("server", "--role", "stage:1")
+    monkeypatch.setenv("FARFLOCK_HOME", str(run.folder / "trainers"))
+    trainer = run.join("trainer", "--role", "trainer")
+    server.comes_in()  # who is told to leave before has nothing to leave
+    seen = trainer.reaches(lambda status: status["work"].get("microbatches", 0) > BATCH)
+    assert seen["data"]["fetched_bytes"] > 0
+    assert seen["data"]["seen"] > 0
+    content = PreparedFolder(folders[0])
+    names = {content.place("train", n).digest.hex() for n in range(content.shards("train"))}
+    kept = {path.name for path in (run.folder / "trainers" / "data" / "shards").glob("*/*")}
+    assert kept & names
+    for node in (trainer, server, founder):
+        node.leaves()
 
 
 @pytest.mark.long

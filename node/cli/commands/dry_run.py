@@ -163,20 +163,34 @@ def data_facts(tables: "Sequence[ShardTable]") -> dict[str, Any]:
     }
 
 
-def data_text(facts: dict[str, Any] | None, machine: "MachineOptions") -> str:
-    """Return a line on prepared data; nothing for a run on a corpus."""
+def disk_facts(described: "Manifest", machine: "MachineOptions") -> dict[str, int]:
+    """Return what a node takes of this machine's disk, in bytes; raise `Failure` if `--disk` allows
+    too little."""
+    from farflock.node.errors import Failure
+    from farflock.node.process.room import with_disk
+
+    plan = with_disk(machine, described, Failure).disk_plan
+    assert plan is not None, "it was just made"
+    return plan._asdict()
+
+
+def disk_text(disk: dict[str, int], facts: dict[str, Any] | None, machine: "MachineOptions") -> str:
+    """Return a line on the disk, and one on prepared data if the run has such."""
+    from farflock.node.process.disk import DiskPlan
+
+    line = f"disk       {DiskPlan(**disk)}"
     if facts is None:
-        return ""
+        return line
     head = (
-        f"\ndata       {facts['tokens']:,} tokens in {facts['shards']:,} shards,"
+        f"{line}\ndata       {facts['tokens']:,} tokens in {facts['shards']:,} shards,"
         f" {_bytes(facts['bytes'])}"
     )
     if machine.data:
         return f"{head}; read in place"
     return (
         f"{head}; {_bytes(facts['first_bytes'])} are fetched before the first step, and then what"
-        f" is read, of which {_bytes(min(facts['bytes'], machine.data_cache))} stay on the disk"
-        " (--data-cache)"
+        f" is read, of which {_bytes(min(facts['bytes'], disk['data']))} stay on the disk"
+        " (--disk)"
     )
 
 

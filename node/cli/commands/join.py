@@ -8,7 +8,8 @@ import click
 from farflock.node.cli.commands.dry_run import (
     Line,
     data_facts,
-    data_text,
+    disk_facts,
+    disk_text,
     members_of,
     size_facts,
     size_options,
@@ -76,6 +77,7 @@ def command(
         members = len(node.member.peer.context.views.newest.peers)
         out.line(f"joined run {node.run}: {node.manifest.run.name}, {members} members")
         out.line(node.says_device())
+        out.line(node.says_disk())
 
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(out.progress("downloading the run's state"))
@@ -120,11 +122,12 @@ def _look(
         "manifest": text,
         "hash": manifest.hash(),
         **sizes,
+        "disk": (disk := disk_facts(manifest, machine)),
         "data": None if data is None else data_facts([each.table for each in data.shards]),
     }
     out.result(
         facts,
         f"{text}\nrun {invited.run}, started by {invited.founder}\n"
-        f"hash {manifest.hash()}\n\n{size_text(sizes)}{data_text(facts['data'], machine)}",
+        f"hash {manifest.hash()}\n\n{size_text(sizes)}\n" + disk_text(disk, facts["data"], machine),
     )
     return 0

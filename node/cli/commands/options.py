@@ -163,13 +163,12 @@ _MACHINE = (
     ),
     data_option,
     click.option(
-        "--data-cache",
-        default="20GB",
-        show_default=True,
+        "--disk",
         metavar="SIZE",
         callback=size_in_bytes,
-        help="Room for the shards of prepared data that come from other members; what training"
-        " needs next may exceed it.",
+        help="Room that this node's files may take in all, as in 20GB: checkpoints, snapshots for"
+        " newcomers, past rounds, and shards of prepared data that come from other members, which"
+        " take what is left (default: what the run needs, and 20 GB of shards).",
     ),
     click.option(
         "--checkpoint-every",
@@ -287,7 +286,7 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         role=options["role"],
         outer=options["outer"],
         data=options["data"],
-        data_cache=options["data_cache"],
+        disk=options["disk"],
         device=device,
         step_options=StepOptions(
             options["checkpointing"],

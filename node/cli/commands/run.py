@@ -9,7 +9,8 @@ import click
 from farflock.node.cli.commands.dry_run import (
     Line,
     data_facts,
-    data_text,
+    disk_facts,
+    disk_text,
     members_of,
     size_facts,
     size_options,
@@ -74,16 +75,16 @@ def command(
         from farflock.node.model.weights_folder import WeightsFolder
 
         placed = machine_of({**machine, "data": data})
-        line = Line(peers or members_of(described), uplink, step_s)
         shape = described.plan().model
         stored = None if folder is None else WeightsFolder(folder, shape).stored_bytes
-        facts = size_facts(described, line, stored)
+        facts = size_facts(described, Line(peers or members_of(described), uplink, step_s), stored)
         tables = [table_of(PreparedFolder(each)) for each in data]
         sizes = data_facts(tables) if described.data.weights else None
-        text = described.canonical().decode()
+        disk, text = disk_facts(described, placed), described.canonical().decode()
         out.result(
-            {"manifest": text, "hash": described.hash(), **facts, "data": sizes},
-            f"{text}\nhash {described.hash()}\n\n{size_text(facts)}{data_text(sizes, placed)}",
+            {"manifest": text, "hash": described.hash(), **facts, "disk": disk, "data": sizes},
+            f"{text}\nhash {described.hash()}\n\n{size_text(facts)}\n"
+            + disk_text(disk, sizes, placed),
         )
         return 0
     from farflock.node.cli.commands.training import train
@@ -97,7 +98,7 @@ def command(
             node.machine.folder.path / "invite.txt", f"{invite}\n".encode()
         )  # scripts wait for it
         out.line(f"run {node.run} has started; others join with:\n\n  farflock join {invite}\n")
-        out.line(f"{node.says_device()}\n")
+        out.line(f"{node.says_device()}\n{node.says_disk()}\n")
         if is_loopback(node.machine.host):
             out.line("only this machine can join; start with --host ADDRESS to let others in\n")
 

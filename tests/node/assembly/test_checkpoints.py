@@ -14,11 +14,13 @@ import torch
 from farflock.node.assembly.checkpoints import KEPT, CheckpointManager, last_of, members_of
 from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.pipeline.contrib.stash import swapped
+from farflock.node.process.disk import checkpoint_bytes
 from farflock.node.state import checkpoint
 from farflock.node.state import cut as cuts
 from farflock.node.state.checkpoint import CheckpointCorrupt, CheckpointError
 from farflock.node.state.cut import raw
 from farflock.node.state.paths import RunFolder
+from farflock.node.train.run_size import exchanged
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.parts import blocks
 from farflock.optimizers.parts.state import state_hash
@@ -146,6 +148,11 @@ def take(pieces, count=None):
     return b"".join(bytes(raw(piece)) for _, piece in itertools.islice(pieces, count))
 
 
+def expected_bytes(plan):
+    """What a checkpoint may take, as it is reckoned, and the heads of its parts."""
+    return checkpoint_bytes(plan, exchanged(plan)) + 64 * 1024
+
+
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_checkpoint_is_of_the_moment_at_which_it_was_begun(
     bench, text, tmp_path, monkeypatch, method
@@ -179,6 +186,7 @@ def test_a_checkpoint_is_of_the_moment_at_which_it_was_begun(
     left = {name: take(reader) for name, reader in readers.items()}
     assert left["inner"], "nothing was left to read"
     assert {name: found[name] + left[name] for name in readers} == expected
+    assert sum(map(len, expected.values())) <= expected_bytes(made.plan)
 
 
 def test_a_checkpoint_of_a_stage_is_of_its_own_weights_and_not_of_those_of_a_pass(
@@ -249,4 +257,4 @@ def test_the_newest_checkpoint_stays_even_if_it_alone_takes_more_than_may_be_kep
     with caplog.at_level(logging.WARNING, logger="farflock"):
         kept_by(bench, text, tmp_path, 0.0, work)
     assert [step for step, _ in checkpoint.steps(tmp_path / "checkpoints")] == [2]
-    assert "above the 1000 of --keep-bytes; it stays" in caplog.text
+    assert "above the 1000 that are allowed; it stays" in caplog.text

@@ -109,6 +109,16 @@ def test_a_number_that_is_asked_for_again_has_the_samples_of_before():
         assert reader.read(number, 2).tolist() == before[number // 2]
 
 
+def test_asking_for_a_place_does_not_change_what_is_read_next():
+    source = Coming()
+    reader = SampleReader(Text((source,), (1.0,)), ALICE, LENGTH)
+    for number in range(0, ALL, 10):
+        reader.read(number, 10)
+    expected = list(source.expected)
+    assert reader.cursor(13).places[0].epoch < reader.cursor(ALL).places[0].epoch
+    assert source.expected == expected
+
+
 def test_if_nobody_has_anything_that_is_said():
     with pytest.raises(NoShards, match="nobody has any shard of the data ab…; wait until"):
         drawn(Coming(lost=range(SHARDS)), 2)

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.node.data.shard_cache import FRESH_S, CacheFull, ShardCache, ShardNeeds
+from farflock.node.errors import Failure
+from farflock.node.process.run_data import opened_cache
 from farflock.swarm.chunk_store import digest_of
 
 SHARDS = [bytes([number]) * 100 for number in range(10)]
@@ -21,6 +23,11 @@ def needs(*numbers, mine=()):
 def path_of(cache, number):
     (path,) = cache.folder.rglob(NAMES[number].hex())
     return path
+
+
+def held(folder):
+    """A lock that another process has."""
+    raise BlockingIOError
 
 
 def aged(cache, *numbers):
@@ -106,6 +113,53 @@ def test_a_failed_write_leaves_nothing(cache, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         keep(cache, 1)
     assert not [path for path in cache.folder.rglob("*") if path.is_file()]
+
+
+def denied(*_, **__):
+    raise PermissionError(13, "Permission denied")
+
+
+def test_a_cache_of_another_user_is_refused_in_a_sentence_only_where_it_is_needed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.TemporaryFile", denied)
+    assert not opened_cache(tmp_path / "cache", 350, fetches=False).names
+    said = "the cache of data .*/cache cannot be used: permission denied; make the folder yours"
+    with pytest.raises(Failure, match=said):
+        opened_cache(tmp_path / "cache", 350, fetches=True)
+    monkeypatch.setattr("os.scandir", denied)
+    with pytest.raises(Failure, match=said):
+        opened_cache(tmp_path / "cache", 350, fetches=False)
+
+
+def test_a_process_that_holds_the_cache_for_good_is_named_and_training_goes_on(
+    cache, tmp_path, monkeypatch
+):
+    for number in (1, 2, 3):
+        keep(cache, number)
+    monkeypatch.setattr("farflock.node.turns.locked", held)
+    monkeypatch.setattr("farflock.node.turns.STUCK_S", 0.0)
+    cache.keep(NAMES[4], SHARDS[4], needs(4))
+    assert cache.read(NAMES[4]) == SHARDS[4], "what is read next is kept beyond the limit"
+    with pytest.raises(CacheFull):
+        cache.keep(NAMES[5], SHARDS[5], needs(4))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "in-use").write_text("4711\n")
+    with pytest.raises(Failure, match="cannot be used: process 4711 has worked there"):
+        opened_cache(tmp_path / "other", 350, fetches=True)
+
+
+def test_a_cache_that_is_ones_own_is_used(tmp_path):
+    cache = opened_cache(tmp_path / "cache", 350, fetches=True)
+    keep(cache, 1)
+    assert cache.read(NAMES[1]) == SHARDS[1]
+
+
+def test_a_shard_of_another_user_counts_as_absent(cache, monkeypatch):
+    keep(cache, 1)
+    monkeypatch.setattr("pathlib.Path.open", denied)
+    assert cache.read(NAMES[1]) is None
+    assert NAMES[1] not in cache.names
 
 
 @given(st.lists(st.integers(0, 9), max_size=30))

@@ -190,6 +190,30 @@ def test_a_full_disk_ends_what_waits_for_it_and_nothing_is_half_written(
     assert not list(cache.folder.rglob("*.partial"))
 
 
+class Web:
+    """Servers that have all shards."""
+
+    def __init__(self, content):
+        self.content, self.asked = content, []
+
+    async def fetch(self, table, number):
+        self.asked.append(number)
+        return self.content.raw(*table.place(number))
+
+
+def test_what_no_member_delivers_comes_from_the_web(content, cache):
+    async def main(peer):
+        peer.supply.web = Web(content)
+        first = ShardOrder(SampleStream(1, "reader"), content.root, content.shards("train"))
+        peer.member("a", held=first.group(0, 0))
+        reader = reader_of(peer.source)
+        await until(lambda: not peer.source.missing)
+        assert peer.supply.web.asked == first.group(0, 1)
+        await peer.read(reader, 10)
+
+    supplied(content, cache, main)
+
+
 def test_the_first_shard_comes_before_all_others(content, cache):
     async def main(peer):
         peer.member("a")

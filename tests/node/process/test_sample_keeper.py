@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from farflock.node.data.coming_shards import ReadingStopped
 from farflock.node.data.samples import SampleReader, Text
 from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.data import Start
@@ -59,6 +60,19 @@ def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path, caplog):
     assert [each.message for each in caplog.records] == [
         "cannot keep the position in the data: No space left on device"
     ]
+
+
+def test_a_stop_while_shards_are_missing_saves_the_place_of_the_last_round(tmp_path):
+    def missing(batch):
+        raise ReadingStopped
+
+    batches = SimpleNamespace(cursor=lambda batch: b"at %d" % batch)
+    one = keeper(tmp_path, batches)
+    run_virtual(one.counted(7))
+    assert one.place(9) == b"at 9"
+    batches.cursor = missing
+    run_virtual(one.counted(8))
+    assert SamplePosition(tmp_path, RUN).read() == one.place(9) == b"at 7"
 
 
 def test_a_state_from_a_checkpoint_goes_on_where_that_was_written(tmp_path):

@@ -172,14 +172,28 @@ def test_several_folders_are_drawn_from_by_their_tokens_or_by_the_mix(folder, tm
         ({"root": "0" * 64, "sha256": "0" * 64}, "it goes with a corpus"),
         ({"mix": {}}, "data.mix"),
         ({"mix": {"1" * 64: 0}}, "data.mix"),
+        ({"urls": ["https://a.example/x"]}, "a corpus lies at no URL"),
+        ({"root": "0" * 64, "urls": ["http://a.example/x"]}, "data.urls"),
+        ({"root": "0" * 64, "urls": ["file:///etc"]}, "data.urls"),
+        ({"root": "0" * 64, "urls": ["https://me:word@a.example/x"]}, "data.urls"),
+        ({"root": "0" * 64, "urls": ["https://a.example/x?y"]}, "data.urls"),
+        ({"root": "0" * 64, "urls": []}, "data.urls"),
         ({"mix": {"1" * 64: 1e12, "2" * 64: 1e-3}}, "less than a millionth"),
         ({"mix": {f"{n:064}": 1.0 for n in range(15)}}, "data.mix"),
     ],
-    ids=range(8),
+    ids=range(14),
 )
 def test_impossible_data_are_refused_before_anything_starts(data, sentence):
     with pytest.raises(Usage, match=sentence):
         resolve({"model": {"preset": "tiny"}, "data": data})
+
+
+def test_addresses_of_copies_are_in_the_manifest_only_if_there_are_any(folder, tmp_path):
+    content = prepared(folder, tmp_path / "one").content
+    assert b"urls" not in filled([content.folder]).canonical()
+    urls = ["https://a.example/some/folder", "http://127.0.0.1:8000/"]
+    manifest = filled([content.folder], urls=urls)
+    assert list(parse(manifest.canonical()).data.urls) == urls
 
 
 def test_folders_of_two_tokenizers_do_not_go_together(folder, tmp_path):

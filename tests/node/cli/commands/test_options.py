@@ -26,7 +26,7 @@ def given(*arguments):
 
 def test_without_options_the_last_checkpoints_are_kept_whatever_they_take():
     machine = given()
-    assert (machine.keep, machine.keep_bytes) == (KEPT, None)
+    assert (machine.keep, machine.keep_bytes, machine.disk) == (KEPT, None, None)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,7 @@ def test_without_options_the_last_checkpoints_are_kept_whatever_they_take():
 )
 def test_sizes_are_written_as_people_write_them(text, size):
     assert given("--keep", "7", "--keep-bytes", text).keep_bytes == size
+    assert given("--disk", text).disk == size
 
 
 @pytest.mark.parametrize("text", ["lots", "-3GB", "0", "3 miles", "", "1e9", "nan", "9" * 99])

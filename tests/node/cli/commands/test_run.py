@@ -60,6 +60,14 @@ def test_for_people_the_dry_run_is_toml_the_hash_and_what_the_run_needs(farflock
     digest, *sizes = below.split("\n")
     assert (len(digest), err) == (64, "")
     assert [line.split(" ")[0] for line in sizes[1:4]] == ["parameters", "memory", "line"]
+    assert "\ndisk       this node takes up to " in below
+
+
+def test_what_does_not_fit_the_disk_is_refused_with_both_numbers(farflock, manifest, tmp_path):
+    code, _, err = farflock("run", manifest, "--dry-run", "--disk", "10kB")
+    assert code == 1
+    assert "the run needs more of the disk than --disk 10.0 kB: it takes about " in err
+    assert list(tmp_path.iterdir()) == [manifest]
 
 
 def test_the_dry_run_says_what_a_model_to_start_from_takes(farflock, manifest, tmp_path):

@@ -1,0 +1,30 @@
+"""A limit on how long nothing comes, for what waits for something of a kind to come."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Hashable
+
+
+class Silence:
+    """Blocks that end with `TimeoutError` once nothing was heard for so long."""
+
+    def __init__(self) -> None:
+        self._limits: dict[asyncio.Timeout, tuple[float, Hashable]] = {}
+
+    @contextlib.asynccontextmanager
+    async def limited(self, seconds: float, kind: Hashable = None) -> AsyncIterator[None]:
+        """Let the block last as long as something is heard every so many seconds: of this kind, or
+        of any if it is None."""
+        async with asyncio.timeout(seconds) as limit:
+            self._limits[limit] = seconds, kind
+            try:
+                yield
+            finally:
+                del self._limits[limit]
+
+    def heard(self, kind: Hashable) -> None:
+        """Note that something came."""
+        now_s = asyncio.get_running_loop().time()
+        for limit, (seconds, wanted) in self._limits.items():
+            if wanted in (None, kind) and not limit.expired():
+                limit.reschedule(now_s + seconds)
