@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from farflock.node.assembly.resume import STEPPED, Resumable, checkpoint_state
-from farflock.node.model.llama import Llama
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt, CheckpointError
 from farflock.node.state.cut import Cut
@@ -30,13 +29,6 @@ SAMPLES = "samples"  # in a checkpoint's meta: where its node stood in the data
 KEPT = 3  # unless `--keep` says otherwise
 
 log = logging.getLogger(__name__)
-
-
-class SavedNode(Resumable, Protocol):
-    """A node whose model is saved with its state."""
-
-    @property
-    def model(self) -> Llama: ...
 
 
 class CheckpointCut(NamedTuple):
@@ -57,7 +49,7 @@ class CheckpointManager:
     weights in the place of the stage's own. `members` are the run's, at the time of a cut, and
     `watch` is what the node knows of its evaluations."""
 
-    node: SavedNode
+    node: Resumable
     folder: RunFolder
     run: str
     manifest: str  # its canonical text

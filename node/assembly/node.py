@@ -1,14 +1,16 @@
-"""One node's part in a run, assembled over one peer: the model, method, driver, exchange client and
-loop.
+"""A whole replica's part in a run, assembled over one peer: the model, method, driver, exchange
+client and loop.
 
 Processes and simulations assemble nodes in the same way; the links, directory and compute are
 passed in.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from farflock.node.assembly.resume import Newcomer
+from farflock.node.assembly.part import WholePart
+from farflock.node.assembly.resume import Newcomer, load_state
 from farflock.node.data.samples import Text
 from farflock.node.data.shard_order import SampleStream
 from farflock.node.loop import Loop
@@ -21,16 +23,16 @@ from farflock.node.model.step_options import StepOptions, logits_on
 from farflock.node.model.weights_folder import WeightsFolder, initial
 from farflock.node.reporting import Report
 from farflock.node.run.terms import RunPlan
+from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import EndBarrier
-from farflock.node.train.evaluation_watch import EvaluationWatch
+from farflock.node.train.evaluation_watch import EvaluationWatch, go_on
 from farflock.node.train.evaluator import Evaluator
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import Spool, StateSync
 from farflock.node.train.task import LanguageModelTask, Train
 from farflock.optimizers.catalog import method
 from farflock.optimizers.parts.spread import Spread, in_turn
-from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
@@ -47,31 +49,17 @@ class SampledTask(Newcomer, Protocol):
 
 
 @dataclass(slots=True)
-class ReplicaNode:
-    """A node that is ready to start or to join a run.
-
-    Its process, `status` and the live view read the same attributes here as on a stage server or
-    a trainer (node/pipeline/node.py)."""
+class ReplicaNode(WholePart):
+    """The `Part` (node/assembly/part.py) of a node with a whole model."""
 
     peer: Peer
     model: Llama
     state_sync: StateSync
     loop: Loop
     training_task: SampledTask
-    role: str = "replica"
     evaluator: Evaluator | None = None  # None: the run is not evaluated here
     # set by `run` if the method is exact
     together: EndBarrier | None = field(default=None, init=False)
-
-    @property
-    def step(self) -> int:
-        """The number of local steps."""
-        return self.loop.step
-
-    @property
-    def tokens(self) -> int:
-        """The agreed tokens plus an estimate of what all members have trained since."""
-        return self.loop.driver.tokens
 
     @property
     def trained_tokens(self) -> int:
@@ -79,32 +67,18 @@ class ReplicaNode:
         return self.step * self.loop.training_task.tokens_per_step
 
     @property
-    def last_loss(self) -> float | None:
-        """The loss of the last step; None before the first."""
-        return self.loop.losses.last
-
-    @property
     def watch(self) -> EvaluationWatch | None:
         """The evaluations of the run, as far as this node knows."""
         return None if self.evaluator is None else self.evaluator.watch
 
     @property
-    def work(self) -> dict[str, int]:
-        """Counters of work other than steps; a whole replica has none."""
-        return {}
+    def evaluates(self) -> bool:
+        """True if the node may be drawn to evaluate the run."""
+        return self.evaluator is not None
 
     def waits(self) -> list[OpenWait]:
         """Return the open rounds and, at the end, the waits for peers that have not ended yet."""
         return self.peer.waits() + (self.together.waits() if self.together is not None else [])
-
-    @property
-    def stopping(self) -> bool:
-        """True if the loop is to stop."""
-        return self.loop.stop.requested
-
-    def stop(self) -> None:
-        """Request a stop after the current step."""
-        self.loop.stop()
 
     async def run(self, total_tokens: int) -> None:
         """Train; if the method is exact, end when all peers have ended with the same state."""
@@ -114,16 +88,15 @@ class ReplicaNode:
             await self.evaluator.between_steps()  # before the first step
         await self.loop.run(total_tokens, barrier=self.together)
 
-    def found(self) -> None:
-        """Start the run with this node's initial weights."""
+    async def resume(self, saved: Checkpoint) -> None:
+        """Start the run again where this node's checkpoint ends."""
         self.peer.found()
-        driver = self.loop.driver
-        live_state(driver.method, driver.replica)  # fixes the round's start before any request
-        self.state_sync.open()
+        load_state(self, saved)
+        go_on(self.watch, saved.meta)
 
     async def join(
         self,
-        records: list[bytes],
+        records: Sequence[bytes],
         timeout_s: float,
         downloaded: DownloadProgress = lambda here, total: None,
     ) -> None:

@@ -15,8 +15,10 @@ from typing import Any, Protocol
 import msgspec
 from torch import Tensor
 
+from farflock.node.loop import Loop
+from farflock.node.model.llama import Llama
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt
-from farflock.node.train.driver import Driver, Pending, RunPosition
+from farflock.node.train.driver import Pending, RunPosition
 from farflock.node.train.state_sync import StateSync
 from farflock.optimizers.method import Exchange, ExchangeKey, RandomGroups, Replica, Result, State
 from farflock.optimizers.parts.blocks import LazyTensors, is_zero, shapes_of, stored
@@ -30,15 +32,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer", "mu_product", TRE
 StateGroups = dict[str, dict[str, Tensor]]
 
 
-class ResumableLoop(Protocol):
-    """The part of a loop that a checkpoint stores."""
-
-    step: int
-
-    @property
-    def driver(self) -> Driver: ...
-
-
 class Newcomer(Protocol):
     """A training task that warms up after its node joined with empty inner moments."""
 
@@ -46,10 +39,12 @@ class Newcomer(Protocol):
 
 
 class Resumable(Protocol):
-    """The part of a node that a checkpoint stores."""
+    """A whole replica or one stage, as a checkpoint stores it."""
 
     @property
-    def loop(self) -> ResumableLoop: ...
+    def model(self) -> Llama: ...
+    @property
+    def loop(self) -> Loop: ...
     @property
     def state_sync(self) -> StateSync: ...
     @property

@@ -1,4 +1,5 @@
-"""An optimizer's part in a run: what runs in the background thread, whatever the entry point.
+"""A user's own loop as a part in a run: what runs in the background thread, whatever the entry
+point.
 
 It has the same driver, exchange client, state sync and loop as a node; only the training step
 stays with the user's program. Entry points: node/library/door.py over the real network,
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from farflock.node.assembly.part import Part, WholePart
 from farflock.node.errors import RefusedByRun
 from farflock.node.library.background import BackgroundContext
+from farflock.node.library.remembered import recall
 from farflock.node.loop import Loop
 from farflock.node.reporting import Report
 from farflock.node.run.user_terms import TomlTable, UserTerms
@@ -23,9 +26,9 @@ from farflock.node.train.ending import drop
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import Spool, StateSync
 from farflock.optimizers.method import Progress
-from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
-from farflock.swarm.peer.peer import Peer
+from farflock.swarm.peer.peer import OpenWait, Peer
+from farflock.swarm.peer.snapshots import DownloadProgress
 
 if TYPE_CHECKING:
     from farflock.node.model.replica import PlainReplica
@@ -38,6 +41,10 @@ LINGER_S = 5.0  # after the last step, for peers that still need the last round
 StepGate = Callable[[], Awaitable[None]]
 
 
+async def open_gate() -> None:
+    """Return at once: ask for admission without a wait."""
+
+
 @dataclass(slots=True)
 class ExternalStep:
     """A step of a user's loop as a training task: the gradients are already there, or `closure`
@@ -46,6 +53,7 @@ class ExternalStep:
     tokens_per_step: int = 1
     closure: Callable[[], Any] | None = None
     returned: Any = None
+    trained_tokens: int = 0  # of all steps, whatever each of them counted for
 
     @property
     def weight(self) -> float:
@@ -55,6 +63,7 @@ class ExternalStep:
     def forward_backward(self, step: int, progress: Progress) -> float:
         """Call the closure, if any, and return its loss, or NaN if it is unknown."""
         self.returned = None
+        self.trained_tokens += self.tokens_per_step
         if self.closure is None:
             return math.nan
         with torch.enable_grad():
@@ -77,15 +86,18 @@ class JoinRequest:
 
 
 @dataclass(slots=True)
-class OptimizerNode:
-    """An optimizer's part in its run. Only the background loop may use it, except for `invite`
-    and plain reads."""
+class OptimizerNode(WholePart):
+    """The `Part` (node/assembly/part.py) of a user's own loop: the program makes the steps. Only
+    the background loop may use it, except for `invite` and plain reads."""
 
     terms: UserTerms
     peer: Peer
     loop: Loop
+    training_task: ExternalStep
     invite: Callable[[], str]
     founder: bool
+    watch: None = None  # programs do not evaluate the run
+    evaluates: bool = False
     patient: bool = False  # on leaving, wait for peers that still need the last round
     last: bool = False  # no other member stays, so there is nobody to say goodbye to
 
@@ -113,41 +125,56 @@ class OptimizerNode:
             compute,
             join_request.report,
         )
-        return cls(terms, peer, loop, invite, founder)
+        return cls(terms, peer, loop, join_request.training_task, invite, founder)
 
-    async def begin(self, records: Sequence[bytes], gate: StepGate) -> None:
-        """Start the run with this peer's weights, or join it through these members: learn the
-        views, adopt the state, pass `gate`, and be admitted. Raise `RefusedByRun` on a timeout."""
-        state_sync, driver = self.loop.state_sync, self.loop.driver
-        if self.founder:
-            # fixes the round's start before a joiner can ask for it
-            await self.loop.compute(lambda: live_state(driver.method, driver.replica))
-            self.peer.found()
-            state_sync.open()
-            return
+    @property
+    def trained_tokens(self) -> int:
+        """The tokens of the program's steps."""
+        return self.training_task.trained_tokens
+
+    def waits(self) -> list[OpenWait]:
+        """Return the open rounds."""
+        return self.peer.waits()
+
+    async def run(self, total_tokens: int) -> None:
+        """Stay, while the program makes its steps, until the run has its tokens or `stop` is
+        called."""
+        await self.until(lambda: self.stopping or self.tokens >= total_tokens, None)
+
+    async def resume(self, saved: dict[str, Any]) -> None:
+        """Start a run again from the swarm's part of a state dict; raise `Usage` if it does not
+        fit."""
+        self.found()
+        await recall(self, saved)
+
+    async def join(
+        self,
+        records: Sequence[bytes],
+        timeout_s: float,
+        downloaded: DownloadProgress = lambda here, total: None,
+        gate: StepGate = open_gate,
+    ) -> None:
+        """Join the run through the members with these records: learn the views, adopt the state,
+        pass `gate`, and be admitted. Raise `RefusedByRun` on a timeout."""
         try:
-            await self.peer.meet(records, JOIN_TIMEOUT_S)
-            await state_sync.adopt(JOIN_TIMEOUT_S)
+            await self.peer.meet(records, timeout_s)
+            await self.loop.state_sync.adopt(timeout_s, downloaded)
             await gate()
             self.peer.ask_in()
-            await self.until(lambda: self.peer.membership.is_member, JOIN_TIMEOUT_S)
+            await self.until(lambda: self.peer.membership.is_member, timeout_s)
         except TimeoutError:
-            why = f"its members did not admit this peer within {JOIN_TIMEOUT_S:.0f} s"
+            why = f"its members did not admit this peer within {timeout_s:.0f} s"
             raise RefusedByRun(
                 "the run cannot be joined",
                 why,
                 "check that a member is running, or ask for a new invite",
             ) from None
 
-    async def until(self, there: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until a condition holds; raise `TimeoutError` after `timeout_s`."""
+    async def until(self, there: Callable[[], bool], timeout_s: float | None) -> None:
+        """Wait until a condition holds; raise `TimeoutError` after `timeout_s`, if any."""
         async with asyncio.timeout(timeout_s):
             while not there():  # noqa: ASYNC110 - conditions of several parts, now and then
                 await asyncio.sleep(POLL_S)
-
-    async def tokens(self) -> int:
-        """Return the run's progress."""
-        return self.loop.driver.tokens
 
     async def eval_params(self) -> dict[str, torch.Tensor]:
         """Return the parameters to evaluate, on the CPU."""
@@ -165,6 +192,10 @@ class OptimizerNode:
             await self.peer.part()
 
 
+if TYPE_CHECKING:  # nothing runs it by the protocol alone yet
+    _is_part: type[Part[dict[str, Any]]] = OptimizerNode
+
+
 class EntryPoint(Protocol):
     """A way into a run."""
 
@@ -176,17 +207,16 @@ class EntryPoint(Protocol):
         ...
 
 
-async def open_gate() -> None:
-    """Return at once: ask for admission without a wait."""
-
-
 @contextlib.asynccontextmanager
 async def present(
     here: OptimizerNode, records: Sequence[bytes], gate: StepGate = open_gate
 ) -> AsyncIterator[None]:
     """Run the peer as part of the run; say goodbye at the end."""
     async with here.peer.running():
-        await here.begin(records, gate)
+        if here.founder:
+            here.found()
+        else:
+            await here.join(records, JOIN_TIMEOUT_S, gate=gate)
         try:
             yield
         finally:

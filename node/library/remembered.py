@@ -2,14 +2,16 @@
 stopped."""
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from farflock.node.errors import Usage
-from farflock.node.library.presence import OptimizerNode
 from farflock.node.train.driver import Pending, RunPosition
 from farflock.optimizers.method import ExchangeKey, RandomGroups, Result
+
+if TYPE_CHECKING:
+    from farflock.node.library.presence import OptimizerNode
 
 
 class Remembered(msgspec.Struct, frozen=True):
@@ -23,7 +25,7 @@ class Remembered(msgspec.Struct, frozen=True):
 TENSORS = ("method", "owed")  # its other keys
 
 
-async def remember(here: OptimizerNode) -> dict[str, Any]:
+async def remember(here: "OptimizerNode") -> dict[str, Any]:
     """Return the part of the state that `recall` restores."""
     loop = here.loop
     method, replica = loop.driver.method, loop.driver.replica
@@ -34,7 +36,7 @@ async def remember(here: OptimizerNode) -> dict[str, Any]:
     return {"method": kept, "owed": loop.state_sync.feedback, **msgspec.to_builtins(facts)}
 
 
-async def recall(here: OptimizerNode, swarm: dict[str, Any]) -> None:
+async def recall(here: "OptimizerNode", swarm: dict[str, Any]) -> None:
     """Restore it in a run that has not made a step; raise `Usage` if it does not fit."""
     loop = here.loop
     driver = loop.driver

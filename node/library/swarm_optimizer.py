@@ -262,7 +262,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def tokens(self) -> int:
         """The run's progress: the agreed tokens plus an estimate of what all members have
         trained since."""
-        return self._life.call(self._here.tokens)
+
+        async def tokens() -> int:
+            return self._here.tokens
+
+        return self._life.call(tokens)
 
     @property
     def tokens_per_step(self) -> int:

@@ -38,7 +38,7 @@ from farflock.node.run.composition import steps_of
 from farflock.node.run.policies import lane_of, policy_of, shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
-from farflock.node.train.evaluation_watch import EvaluationWatch
+from farflock.node.train.evaluation_watch import EvaluationWatch, go_on
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange
@@ -55,11 +55,13 @@ END_S = 30.0  # maximum wait for a stage's other servers and open rounds at the 
 
 
 class PipelineNode:
-    """One life of one node.
+    """One life of one node: its `Part` (node/assembly/part.py) in a pipeline.
 
     `stage` is the stage that it serves: `NOTHING` for none, `EVERY` for a full replica. It
     trains if it is given `tokens`, the run's text, in which it begins at `start`. `saved` holds its
     last checkpoints, by stage."""
+
+    coded_on = ""  # the CPU
 
     def __init__(
         self,
@@ -104,6 +106,7 @@ class PipelineNode:
         )
         self.trainer = self._training(tokens, start) if tokens is not None else None
         self.evaluator: PathEvaluator | None = None  # None: the run is not evaluated here
+        self.evaluates = False
 
     # start
 
@@ -113,6 +116,11 @@ class PipelineNode:
         self._look_on()
         for serving in self.servings:
             self._beginning(serving).found()
+
+    async def resume(self, saved: Checkpoint) -> None:
+        """Start the run again: each stage loads its own checkpoint by itself."""
+        self.found()
+        go_on(self.watch, saved.meta)
 
     async def join(
         self,
@@ -245,7 +253,7 @@ class PipelineNode:
 
     async def run(self, total_tokens: int) -> None:
         """Serve and train until every stage has `total_tokens`, or until `stop` is called."""
-        self._began_s = self._now()
+        self._began_s = _now()
         serve = [serving.server.run() for serving in self.servings]  # until all else ends
         if self._stage not in (NOTHING, EVERY):  # a full replica never moves
             needs_bytes = self.means.needs_bytes or (0,) * len(self.pipeline.stages)
@@ -282,11 +290,8 @@ class PipelineNode:
         assert self.serving is not None
         server = self.serving.server
         free_bytes = self.means.memory_bytes if self.trainer is None else 0
-        age_s = self._now() - self._began_s
+        age_s = _now() - self._began_s
         return Load(number, float(server.waiting), server.rate, free_bytes, age_s)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
 
     async def _end(self, total_tokens: int) -> None:
         """Stop the loops once all stages have agreed on `total_tokens` and their servers are done.
@@ -297,8 +302,8 @@ class PipelineNode:
         while self.stage_directory.tokens() < total_tokens and not self.stopping:  # noqa: ASYNC110 - two parts' conditions
             await asyncio.sleep(SETTLE_S / 10)
         # bounded, since a server that died may never say that it is done
-        ends_s = self._now() + END_S
-        while not self.stopping and self._now() < ends_s:
+        ends_s = _now() + END_S
+        while not self.stopping and _now() < ends_s:
             over = [serving.batch.is_over() for serving in self.servings]
             if all(over):
                 break
@@ -374,6 +379,8 @@ def evaluate(node: PipelineNode, every: int, held_out: Callable[[], HeldOut | No
     meter = path_meter(node.peer, node.stage_directory, node.edges, node.pipeline, held_out)
     known = node.peer, node.stage_directory, meter, every, node.means.report
     node.evaluator = PathEvaluator(*known, lambda: node.step)
+    # A server of a stage is drawn only where nobody else is left (decision 034).
+    node.evaluates = node.trainer is not None
 
 
 def _max_late(pipeline: PipelinePlan, edges: Edges) -> int:
@@ -381,6 +388,10 @@ def _max_late(pipeline: PipelinePlan, edges: Edges) -> int:
     gradient may be late. With more, the last stage would get so far ahead of the first that
     later passes are too old for it."""
     return max(max(pipeline.server.staleness, 1) * pipeline.batch_tokens // edges.tokens, 1)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class StageExchanges:

@@ -17,15 +17,12 @@ from pathlib import Path
 import torch
 
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of, save_all
-from farflock.node.assembly.node import ReplicaNode
-from farflock.node.assembly.resume import load_moments, load_state
+from farflock.node.assembly.part import Part
 from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.ranks import FollowerLost
 from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
-from farflock.node.pipeline.node import PipelineNode
-from farflock.node.pipeline.passes.stage import used_by_stages
 from farflock.node.process.busy import TimedWorker
 from farflock.node.process.freed import trimmed
 from farflock.node.process.network import (
@@ -38,8 +35,15 @@ from farflock.node.process.network import (
     learn_run,
     network,
 )
-from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of, weights_of
-from farflock.node.process.replica_role import replica_of
+from farflock.node.process.pipeline_role import (
+    founders,
+    joiners,
+    last_of_part,
+    part_of,
+    says_stages_device,
+    weights_of,
+)
+from farflock.node.process.replica_role import replica_of, says_replicas_device
 from farflock.node.process.room import fitted, with_room
 from farflock.node.process.run_data import RunData, data_in_place
 from farflock.node.process.run_text import fetch_text, lend_tokenizer, load_text
@@ -54,7 +58,6 @@ from farflock.node.state.history import History
 from farflock.node.state.run_log import RunRecorder
 from farflock.node.state.shelf import Shelf
 from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
-from farflock.node.train.evaluation_watch import go_on
 from farflock.node.train.run_size import require_carried
 from farflock.node.train.task import StepImpossible
 from farflock.swarm.chunk_store import digest_of
@@ -89,7 +92,7 @@ class NodeProcess:
     manifest: Manifest
     run: str
     founder: str
-    member: ReplicaNode | PipelineNode
+    member: Part[Checkpoint]
     directory: DhtDirectory
     links: ZmqLinks
     history: History
@@ -116,20 +119,9 @@ class NodeProcess:
 
     def says_device(self) -> str:
         """Return a sentence on the device that the node computes on."""
-        part, device = self.member, self.machine.device
-        if isinstance(part, ReplicaNode):
-            ranks, options = self.machine.ranks, self.machine.step_options
-            rows = -(-self.manifest.train.batch // (1 if ranks is None else ranks.count))
-            at_once = options.micro_batch or rows
-            some = "" if at_once >= rows else f", {at_once} of a batch's {rows} sequences at once"
-            again = ", with layers computed again" if options.checkpoints else ""
-            return f"this node trains on {device}{some}{again}"
-        device = used_by_stages(device)
-        if len(part.servings) > 1:
-            return f"this node trains on {device}"
-        if part.serving is not None:
-            return f"this node serves stage {part.serving.index} on {device}"
-        return f"this node trains without weights: servers of stages compute, and not {device.name}"
+        if self.manifest.pipeline is not None:
+            return says_stages_device(self.member.role, self.machine.device)
+        return says_replicas_device(self.machine, self.manifest)
 
     def awaited(self) -> int:
         """Return how many members the founder waits for before it trains; 0 if it does not wait."""
@@ -181,10 +173,7 @@ async def travelling(
     part = node.member
     data.stop_with(lambda: part.stopping)
     node.data = data
-    # A server of a stage is drawn only where nobody else is left (decision 034).
-    measures = isinstance(part, ReplicaNode) or part.trainer is not None
-    evaluates = measures and part.evaluator is not None
-    async with data.travelling(part.peer, known, node.founder, evaluates=evaluates):
+    async with data.travelling(part.peer, known, node.founder, evaluates=part.evaluates):
         yield
 
 
@@ -234,31 +223,17 @@ async def _found(
     data = await data_in_place(manifest.data, machine)
     text = await load_text(manifest, data, start)
     async with network(machine, identity, run, ()) as (directory, links):
-        peer = _peer(machine, manifest, run, identity, directory, links, stage)
-        node = _node(
-            machine=machine,
-            manifest=manifest,
-            run=run,
-            founder=identity.peer,
-            peer=peer,
-            directory=directory,
-            links=links,
-            stage=stage,
-            trains=trains,
-            text=text,
-            weights=weights,
-        )
+        entrant = _Entrant(machine, manifest, run, identity.peer, identity, directory, links)
+        peer = entrant.peer(stage)
+        node = entrant.node(peer, stage, trains, text, weights)
         terms = manifest.canonical()
         head = seal_head(identity, Head(run, identity.peer, digest_of(terms), len(terms), 0))
         part = node.member
         async with peer.running(), travelling(data, node, ()):
-            if saved is not None and isinstance(part, ReplicaNode):
-                part.peer.found()
-                load_state(part, saved)
+            if saved is None:
+                part.found()  # a stage whose checkpoint is here loads that
             else:
-                part.found()  # a stage loads its checkpoint by itself
-            if saved is not None:
-                go_on(part.watch, saved.meta)
+                await part.resume(saved)
                 node.history.event("resumed", step=saved.step, checkpoint=str(saved.folder))
             return await _train(node, head, on_start)
 
@@ -323,7 +298,9 @@ async def _join(
         start = joiners_start(machine.folder.path, manifest, invite.run, saved)
         text = await load_text(manifest, data, start)
         stage, trains = EVERY if pipeline is None else NOTHING, True
-        peer = _peer(machine, manifest, invite.run, identity, directory, links, stage)
+        run, founder = invite.run, invite.founder
+        entrant = _Entrant(machine, manifest, run, founder, identity, directory, links)
+        peer = entrant.peer(stage)
         async with peer.running():
             if pipeline is not None:
                 with _answered(peer):
@@ -334,24 +311,9 @@ async def _join(
                     )
                 links.record(role=role_of(stage))
             weights = weights_of(machine, manifest, begins=False)
-            node = _node(
-                machine=machine,
-                manifest=manifest,
-                run=invite.run,
-                founder=invite.founder,
-                peer=peer,
-                directory=directory,
-                links=links,
-                stage=stage,
-                trains=trains,
-                text=text,
-                weights=weights,
-            )
+            node = entrant.node(peer, stage, trains, text, weights, before=saved)
             node.doors = doors
             part = node.member
-            if saved is not None and isinstance(part, ReplicaNode):
-                load_moments(part, saved)
-                go_on(part.watch, saved.meta)
             async with travelling(data, node, holders):
                 with _answered(peer):
                     await part.join(records, JOIN_TIMEOUT_S, downloaded)
@@ -436,73 +398,73 @@ async def _until(node: NodeProcess, there: Callable[[], bool]) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def _peer(
-    machine: MachineOptions,
-    manifest: Manifest,
-    run: str,
-    identity: Identity,
-    directory: DhtDirectory,
-    links: ZmqLinks,
-    stage: int,
-) -> Peer:
-    """Return the peer, with its record as a server of this stage."""
-    terms = RunTerms(
-        run, manifest.run.seed, manifest.exchange.view_s, manifest.exchange.branch_after_s
-    )
-    incarnation = unseal(links.record(role=role_of(stage)), run).incarnation
-    peer = Peer(
-        terms,
-        identity,
-        links,
-        directory,
-        incarnation=incarnation,
-        record=links.record,
-        compute=Worker("codec"),
-    )
-    peer.ticks.rests = True
-    peer.context.shelve = Shelf(machine.folder.rounds, Worker("files"))
-    return peer
+@dataclass(frozen=True, slots=True)
+class _Entrant:
+    """A machine that is about to have a part in a run, over its open links."""
 
+    machine: MachineOptions
+    manifest: Manifest
+    run: str
+    founder: str
+    identity: Identity
+    directory: DhtDirectory
+    links: ZmqLinks
 
-def _node(
-    *,
-    machine: MachineOptions,
-    manifest: Manifest,
-    run: str,
-    founder: str,
-    peer: Peer,
-    directory: DhtDirectory,
-    links: ZmqLinks,
-    stage: int,
-    trains: bool,
-    text: NodeText,
-    weights: WeightsFolder | None,
-) -> NodeProcess:
-    """Assemble the node, whose first weights these are; its worker threads end with the process."""
-    torch.set_num_threads(machine.threads)
-    history = History.open(machine.folder.path, time.time)
-    journal = RunRecorder(history, links.total_bytes)
-    files, worker = Worker("files"), TimedWorker("train")
-    report = trimmed(journal.report, files, peer.context.spawn)
-    part: ReplicaNode | PipelineNode
-    if manifest.pipeline is not None:
-        known = stage, trains, worker, weights
-        part, keepers = part_of(machine, manifest, run, peer, text, report, *known)
-    else:
-        means = files, weights, worker
-        part, keeper = replica_of(machine, manifest, run, peer, text, report, *means)
-        keepers = [keeper]
-    return NodeProcess(
-        machine,
-        manifest,
-        run,
-        founder,
-        part,
-        directory,
-        links,
-        history,
-        journal,
-        keepers,
-        worker,
-        tokenizer=text.tokenizer,
-    )
+    def peer(self, stage: int) -> Peer:
+        """Return the peer, with its record as a server of this stage."""
+        run, links, exchange = self.run, self.links, self.manifest.exchange
+        incarnation = unseal(links.record(role=role_of(stage)), run).incarnation
+        peer = Peer(
+            RunTerms(run, self.manifest.run.seed, exchange.view_s, exchange.branch_after_s),
+            self.identity,
+            links,
+            self.directory,
+            incarnation=incarnation,
+            record=links.record,
+            compute=Worker("codec"),
+        )
+        peer.ticks.rests = True
+        peer.context.shelve = Shelf(self.machine.folder.rounds, Worker("files"))
+        return peer
+
+    def node(
+        self,
+        peer: Peer,
+        stage: int,
+        trains: bool,
+        text: NodeText,
+        weights: WeightsFolder | None,
+        before: Checkpoint | None = None,
+    ) -> NodeProcess:
+        """Assemble the node, whose first weights these are; its worker threads end with the
+        process. `before` is the last checkpoint of a whole replica that returns to a run."""
+        machine, manifest, run = self.machine, self.manifest, self.run
+        torch.set_num_threads(machine.threads)
+        history = History.open(machine.folder.path, time.time)
+        journal = RunRecorder(history, self.links.total_bytes)
+        files, worker = Worker("files"), TimedWorker("train")
+        report = trimmed(journal.report, files, peer.context.spawn)
+        part: Part[Checkpoint]
+        if manifest.pipeline is not None:
+            part, keepers = part_of(
+                machine, manifest, run, peer, text, report, stage, trains, worker, weights
+            )
+        else:
+            part, keeper = replica_of(
+                machine, manifest, run, peer, text, report, files, weights, worker, before
+            )
+            keepers = [keeper]
+        return NodeProcess(
+            machine,
+            manifest,
+            run,
+            self.founder,
+            part,
+            self.directory,
+            self.links,
+            history,
+            journal,
+            keepers,
+            worker,
+            tokenizer=text.tokenizer,
+        )

@@ -10,11 +10,13 @@ from farflock.node.assembly.checkpoints import CheckpointManager, last_of, membe
 from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Usage
 from farflock.node.machine import host_memory
+from farflock.node.model.device import Device
 from farflock.node.model.replica import in_memory
 from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.assembly import NodeServices, StageNode
 from farflock.node.pipeline.lifecycle.reservations import choose_stage
 from farflock.node.pipeline.node import PipelineNode, evaluate
+from farflock.node.pipeline.passes.stage import used_by_stages
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.process.brake import brake_of
 from farflock.node.process.network import MachineOptions
@@ -156,6 +158,16 @@ def part_of(
             brake.may_begin, pipeline.batch_tokens // (plan.batch * plan.seq)
         )
     return node, keepers
+
+
+def says_stages_device(role: str, device: Device) -> str:
+    """Return a sentence on the device that a node of a pipeline computes on, as stages use it."""
+    device, stage = used_by_stages(device), stage_of(role)
+    if stage == EVERY:
+        return f"this node trains on {device}"
+    if stage == NOTHING:
+        return f"this node trains without weights: servers of stages compute, and not {device.name}"
+    return f"this node serves stage {stage} on {device}"
 
 
 def _means(

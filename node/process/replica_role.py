@@ -6,6 +6,7 @@ from functools import partial
 
 from farflock.node.assembly.checkpoints import CheckpointManager, members_of
 from farflock.node.assembly.node import ReplicaNode, replica_node
+from farflock.node.assembly.resume import load_moments
 from farflock.node.assembly.text import NodeText
 from farflock.node.data.coming_shards import ReadingStopped
 from farflock.node.model.weights_folder import WeightsFolder
@@ -16,9 +17,11 @@ from farflock.node.process.sample_keeper import SampleKeeper, keep_samples
 from farflock.node.process.torchrun import leading
 from farflock.node.reporting import Report
 from farflock.node.run.manifest import Manifest
+from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.sample_position import SamplePosition
 from farflock.node.train.absence import STALL_S, Absence
+from farflock.node.train.evaluation_watch import go_on
 from farflock.node.train.evaluator import Evaluator
 from farflock.node.train.model_meter import ModelMeter
 from farflock.node.train.state_sync import Spool
@@ -50,10 +53,12 @@ def replica_of(
     files: Worker,
     weights: WeightsFolder | None,
     train: Compute,
+    before: Checkpoint | None = None,
 ) -> tuple[ReplicaNode, CheckpointManager]:
     """Return the node and its checkpoint manager. `files` is the thread that writes snapshots,
     `train` the one that trains, and `weights` are what a founder's model begins with, if the run's
-    seed does not give it."""
+    seed does not give it. A node that was in the run `before` keeps its place in the data and its
+    inner moments; the state comes from the swarm."""
     copies = OuterFiles(machine.folder.snapshots).allocate
     shared = leading(machine, manifest, peer.me, text, weights)
     if shared is not None:
@@ -92,8 +97,21 @@ def replica_of(
     )
     node.evaluator = _evaluator(node, manifest, text)
     keeper.watch = node.watch
+    if before is not None:
+        load_moments(node, before)
+        go_on(node.watch, before.meta)
     node.loop.pause = with_brake(_pause(node, keeper), lambda: node.stopping)
     return node, keeper
+
+
+def says_replicas_device(machine: MachineOptions, manifest: Manifest) -> str:
+    """Return a sentence on the device that a whole replica trains on, and how much at once."""
+    ranks, options = machine.ranks, machine.step_options
+    rows = -(-manifest.train.batch // (1 if ranks is None else ranks.count))
+    at_once = options.micro_batch or rows
+    some = "" if at_once >= rows else f", {at_once} of a batch's {rows} sequences at once"
+    again = ", with layers computed again" if options.checkpoints else ""
+    return f"this node trains on {machine.device}{some}{again}"
 
 
 def _evaluator(node: ReplicaNode, manifest: Manifest, text: NodeText) -> Evaluator | None:

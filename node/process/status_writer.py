@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from farflock.node.assembly.node import ReplicaNode
-from farflock.node.pipeline.node import PipelineNode
 from farflock.node.process.status import PartnerStatus, Status, Waiting, watched
 from farflock.node.state.paths import write_whole
 from farflock.swarm.links import Links
@@ -111,20 +109,11 @@ def status_of(
         branch=peer.membership.branch,
         role=part.role,
         work=part.work,
-        exchanges=exchanges_of(part),
+        exchanges=part.coded_on,
         busy_share=busy_share,
         evaluation=watched(part.watch),
         data=None if node.data is None else node.data.status(peer),
     )
-
-
-def exchanges_of(part: ReplicaNode | PipelineNode) -> str:
-    """Return where a node's method computes, as status says it; nothing if that is the CPU."""
-    if not isinstance(part, ReplicaNode) or part.loop.client.home.type == "cpu":
-        return ""
-    client = part.loop.client
-    codecs = ", ".join(client.codecs_on_cpu)
-    return f"{client.home}, {codecs} on the CPU" if codecs else f"{client.home}"
 
 
 def _doing(node: "NodeProcess") -> str:

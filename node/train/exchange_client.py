@@ -296,12 +296,14 @@ class ExchangeClient:
         return self.peer.newest(self.name(stream))
 
     @property
-    def codecs_on_cpu(self) -> list[str]:
-        """The codecs of open streams that have no version for the device at home."""
+    def where(self) -> str:
+        """Where exchanges are coded, for the status; nothing if that is the CPU. Codecs without a
+        version for the device at home are named."""
         if self.home.type == "cpu":
-            return []
+            return ""
         used = [one.codec for coding in self._codings.values() for one in (coding.out, coding.back)]
-        return sorted({one.name for one in used if not one.on_device})
+        on_cpu = ", ".join(sorted({one.name for one in used if not one.on_device}))
+        return f"{self.home}, {on_cpu} on the CPU" if on_cpu else f"{self.home}"
 
     def feedback(self) -> dict[str, Tensor]:
         """Return the reducers' residuals, for a checkpoint."""

@@ -56,7 +56,7 @@ async def be_node(owner: Owner, settings: Settings) -> None:
     started: asyncio.Future[NodeProcess] = asyncio.get_running_loop().create_future()
 
     def stand_still(node: NodeProcess) -> None:
-        node.member.loop.pause = asyncio.Event().wait  # type: ignore[union-attr]
+        node.member.loop.pause = asyncio.Event().wait  # type: ignore[attr-defined]
         started.set_result(node)
 
     machine, terms = MachineOptions(RunFolder(Path(settings.folder))), manifest(settings.view_s)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from farflock.node.cli.live import watching
 from farflock.node.cli.output import Output, conclude
@@ -17,20 +17,10 @@ from farflock.node.sinks.choice import LogOptions, feeds
 from farflock.node.sinks.feed import Origin
 
 if TYPE_CHECKING:
-    from farflock.node.process.network import MachineOptions
+    from farflock.node.process.node_process import NodeProcess
 
-
-class WatchedNode(Protocol):
-    """A node that reports its status while it trains and can be asked to stop."""
-
-    @property
-    def view_s(self) -> float: ...
-    def show_to(self, show: Callable[[Status], None]) -> None: ...
-    def stop(self) -> None: ...
-
-
-NodeT = TypeVar("NodeT", bound=WatchedNode)
-TrainingCommand = Callable[[MachineOptions, Callable[[NodeT], None]], Coroutine[Any, Any, Path]]
+Greet = Callable[["NodeProcess"], None]
+TrainingCommand = Callable[[MachineOptions, Greet], Coroutine[Any, Any, Path]]
 
 
 def train(
@@ -38,8 +28,8 @@ def train(
     title: str,
     machine: MachineOptions,
     logs: LogOptions,
-    work: TrainingCommand[NodeT],
-    greet: Callable[[NodeT], None],
+    work: TrainingCommand,
+    greet: Greet,
 ) -> int:
     """Run a node to the end of its run, or until it is asked to stop; return the exit code.
 
@@ -61,13 +51,13 @@ def _train(
     title: str,
     machine: MachineOptions,
     logs: LogOptions,
-    work: TrainingCommand[NodeT],
-    greet: Callable[[NodeT], None],
+    work: TrainingCommand,
+    greet: Greet,
 ) -> int:
     ending = GracefulStop()
     with feeds(logs, out.line) as measured, watching(title) as show:
 
-        def watched(node: NodeT) -> None:
+        def watched(node: "NodeProcess") -> None:
             greet(node)
             ending.gently = node.stop
 

@@ -11,7 +11,6 @@ from worlds.waiting import until
 
 from farflock.node.assembly.resume import checkpoint_state, load_state
 from farflock.node.model.replica import PlainReplica
-from farflock.node.process.status_writer import exchanges_of
 from farflock.node.state import checkpoint
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -178,7 +177,7 @@ def test_status_says_where_exchanges_are_coded(bench, text, single, outer, codec
             node = made.node(peer, device=single, outer=outer)
             node.peer.found()
             node.state_sync.open()
-            return exchanges_of(node)
+            return node.coded_on
 
     assert run_virtual(main()) == said.format(f"{single.place.type}:0")
 

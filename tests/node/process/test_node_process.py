@@ -6,20 +6,44 @@ from types import SimpleNamespace
 import pytest
 
 from farflock.node.model.device import Device
+from farflock.node.model.step_options import StepOptions
+from farflock.node.process.network import MachineOptions
 from farflock.node.process.node_process import NodeProcess
+from farflock.node.state.paths import RunFolder
+
+
+def said(card, folder, role, pipeline=None, **options):
+    machine = MachineOptions(
+        RunFolder(folder), device=Device(card, "Double Card", "fp16"), **options
+    )
+    manifest = SimpleNamespace(pipeline=pipeline, train=SimpleNamespace(batch=16))
+    part = SimpleNamespace(role=role)
+    return NodeProcess(machine, manifest, *(None,) * 2, part, *(None,) * 6).says_device()
 
 
 @pytest.mark.parametrize(
-    ("stages", "expected"),
+    ("role", "expected"),
     [
-        ((0, 1), r"this node trains on Double Card, .* free, fp32"),
-        ((1,), r"this node serves stage 1 on Double Card, .* free, fp32"),
-        ((), "this node trains without weights: servers of stages compute, and not Double Card"),
+        ("replica", r"this node trains on Double Card, .* free, fp32"),
+        ("stage:1", r"this node serves stage 1 on Double Card, .* free, fp32"),
+        (
+            "trainer",
+            "this node trains without weights: servers of stages compute, and not Double Card",
+        ),
     ],
 )
-def test_each_role_of_a_pipeline_says_what_it_computes_on(card, stages, expected):
-    servings = tuple(SimpleNamespace(index=index) for index in stages)
-    part = SimpleNamespace(servings=servings, serving=next(iter(servings), None))
-    machine = SimpleNamespace(device=Device(card, "Double Card", "fp32"))
-    node = NodeProcess(machine, *(None,) * 3, part, *(None,) * 6)
-    assert re.fullmatch(expected, node.says_device())
+def test_each_role_of_a_pipeline_says_what_it_computes_on(card, tmp_path, role, expected):
+    assert re.fullmatch(expected, said(card, tmp_path, role, pipeline=object()))
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        (StepOptions(), ""),
+        (StepOptions(micro_batch=4), ", 4 of a batch's 16 sequences at once"),
+        (StepOptions("on", micro_batch=16), ", with layers computed again"),
+    ],
+)
+def test_a_whole_replica_says_how_much_it_computes_at_once(card, tmp_path, options, more):
+    expected = rf"this node trains on Double Card, .* free, fp16{more}"
+    assert re.fullmatch(expected, said(card, tmp_path, "replica", step_options=options))

@@ -61,6 +61,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
         trained_tokens=0,
         last_loss=None,
         work={"microbatches": 7},
+        coded_on="",
         stopping=False,
         waits=lambda: [SimpleNamespace(what=what, whom=("other",), left_s=2.0)],
     )
