@@ -39,7 +39,7 @@ class Newcomer(Protocol):
 
 
 class Resumable(Protocol):
-    """The owner of a stored state: a whole replica, or one stage."""
+    """A whole replica or one stage, as a checkpoint stores it."""
 
     @property
     def model(self) -> Llama: ...
