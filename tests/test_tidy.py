@@ -42,7 +42,6 @@ VAGUE_NAMES = {
     "base",
     "types",
     "misc",
-    "core",
 }
 TEST_SHARE = 0.8
 

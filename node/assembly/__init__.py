@@ -1,7 +1,7 @@
-"""A node's part in a run; and one with a whole model: its assembly over a peer, its checkpoints,
-and its resumption.
+"""A node's part in a run, and the core of each; and one with a whole model: its assembly over a
+peer, its checkpoints, and its resumption.
 
 May import node/loop.py, node/train, node/state, node/run and node/model.
 
-Start reading at part.py and node.py.
+Start reading at part.py and core.py, then node.py.
 """

@@ -1,5 +1,5 @@
-"""A whole replica's part in a run, assembled over one peer: the model, method, driver, exchange
-client and loop.
+"""A whole replica's part in a run, assembled over one peer: the model, the method and its core
+(core.py).
 
 Processes and simulations assemble nodes in the same way; the links, directory and compute are
 passed in.
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from farflock.node.assembly.core import Core
 from farflock.node.assembly.part import WholePart
 from farflock.node.assembly.resume import Newcomer, load_state
 from farflock.node.data.samples import Text
@@ -28,7 +29,6 @@ from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import EndBarrier
 from farflock.node.train.evaluation_watch import EvaluationWatch, go_on
 from farflock.node.train.evaluator import Evaluator
-from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import Spool, StateSync
 from farflock.node.train.task import LanguageModelTask, Train
 from farflock.optimizers.catalog import method
@@ -159,10 +159,10 @@ def replica_node(
     model, replica, training_task = whole
     replica.storage = storage
     driver = Driver(method(plan.method, **plan.options), replica)
-    client = ExchangeClient(peer, plan.run_seed, spread=spread, home=replica.home)
-    state_sync = StateSync(peer, driver, client, compute, spool)
-    loop = Loop(driver, client, state_sync, training_task, compute, train, report)
-    return ReplicaNode(peer, model, state_sync, loop, training_task)
+    core = Core.over(
+        peer, driver, training_task, compute, train, report, spool=spool, spread=spread
+    )
+    return ReplicaNode(peer, model, core.state_sync, core.loop, training_task)
 
 
 def _whole_replica(

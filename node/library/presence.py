@@ -1,9 +1,9 @@
 """A user's own loop as a part in a run: what runs in the background thread, whatever the entry
 point.
 
-It has the same driver, exchange client, state sync and loop as a node; only the training step
-stays with the user's program. Entry points: node/library/door.py over the real network,
-node/library/local_swarm.py over links in memory."""
+It has the same core as a node (node/assembly/core.py); only the training step stays with the user's
+program. Entry points: node/library/door.py over the real network, node/library/local_swarm.py over
+links in memory."""
 
 import asyncio
 import contextlib
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from farflock.node.assembly.core import Core
 from farflock.node.assembly.part import Part, WholePart
 from farflock.node.errors import RefusedByRun
 from farflock.node.library.background import BackgroundContext
@@ -24,8 +25,7 @@ from farflock.node.run.manifest import Manifest
 from farflock.node.run.user_terms import TomlTable
 from farflock.node.train.driver import Driver
 from farflock.node.train.ending import drop
-from farflock.node.train.exchange_client import ExchangeClient
-from farflock.node.train.state_sync import Spool, StateSync
+from farflock.node.train.state_sync import Spool
 from farflock.optimizers.method import Progress
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
@@ -113,20 +113,11 @@ class OptimizerNode(WholePart):
         founder: bool,
         spool: Spool | None = None,
     ) -> "OptimizerNode":
-        """Assemble the method, driver, exchange client, state sync and loop over this peer."""
+        """Assemble the method and its core over this peer."""
         driver = Driver(terms.build(), join_request.replica)
-        client = ExchangeClient(peer, terms.run.seed, home=join_request.replica.home)
-        state_sync = StateSync(peer, driver, client, compute, spool)
-        loop = Loop(
-            driver,
-            client,
-            state_sync,
-            join_request.training_task,
-            compute,
-            compute,
-            join_request.report,
-        )
-        return cls(terms, peer, loop, join_request.training_task, invite, founder)
+        training_task, report = join_request.training_task, join_request.report
+        core = Core.over(peer, driver, training_task, compute, compute, report, spool=spool)
+        return cls(terms, peer, core.loop, training_task, invite, founder)
 
     @property
     def trained_tokens(self) -> int:

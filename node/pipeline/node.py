@@ -85,10 +85,7 @@ class PipelineNode:
         assembly = Assembly(plan, pipeline, peer, means, self.edges, serves_all, self.embedding)
         served = [index for index in stages if serves_all or stage == index]
         self.servings = tuple(
-            assembly.serving(
-                index, self.exchanges.templates(index)[0], self._exchange_client(index)
-            )
-            for index in served
+            assembly.serving(index, self.exchanges.templates(index)[0]) for index in served
         )
         if self.servings:
             # before `run`: path policies ban servers that fail, but not slow ones
@@ -173,7 +170,7 @@ class PipelineNode:
             serve_first(self.peer, weights, self.pipeline, self._others, means.compute, means.spool)
 
     def _open_as_onlooker(self, index: int) -> None:
-        exchange_client = self._exchange_client(index)
+        exchange_client = ExchangeClient(self.peer, self.plan.run_seed, index)
         for number, template in enumerate(self.exchanges.templates(index)):
             exchange_client.look_on(template, noted=not number)
 
@@ -368,9 +365,6 @@ class PipelineNode:
             stage_inputs(edges, batches),
         )
         return Trainer(peer, self.stage_directory, policy, source, terms, report, inputs, allowance)
-
-    def _exchange_client(self, index: int) -> ExchangeClient:
-        return ExchangeClient(self.peer, self.plan.run_seed, index)
 
 
 def evaluate(node: PipelineNode, every: int, held_out: Callable[[], HeldOut | None]) -> None:

@@ -4,12 +4,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from farflock.node.assembly.core import Core
 from farflock.node.loop import Loop
 from farflock.node.simulate.chaos_methods import ChaosCase, CountingTask
 from farflock.node.simulate.invariants import STORE_BYTES, InvariantChecker
 from farflock.node.train.driver import Driver
-from farflock.node.train.exchange_client import ExchangeClient
-from farflock.node.train.state_sync import StateSync
 from farflock.node.train.task import Loss, Train
 from farflock.swarm.compute import inline
 from farflock.swarm.identity import Identity
@@ -63,25 +62,20 @@ class Population:
         async with peer.running():
             replica = self._arm.replica(index)
             driver = Driver(self._arm.make(), replica)
-            client = self._watch.exchange_client(
-                peer, index, birth, driver, ExchangeClient(peer, self._seed)
-            )
-            state_sync = StateSync(peer, driver, client, inline)
-            loop = Loop(
-                driver, client, state_sync, CountingTask(replica), inline, self._trainer(index)
-            )
-            loop.report = lambda kind, fields: self._watch.reported(
+            core = Core.over(peer, driver, CountingTask(replica), inline, self._trainer(index))
+            self._watch.exchange_client(peer, index, birth, driver, core.client)
+            core.loop.report = lambda kind, fields: self._watch.reported(
                 index, birth, driver, kind, fields, driver.position.rounds
             )
             if birth == 1:
                 peer.found()
-                state_sync.open()
+                core.state_sync.open()
             else:
                 await peer.meet(self._contacts(index), 600.0)
-                await state_sync.adopt(600.0)
+                await core.state_sync.adopt(600.0)
                 peer.ask_in()
-            life.loop = loop
-            await loop.run(10**9)
+            life.loop = core.loop
+            await core.loop.run(10**9)
             peer.leave()
             await asyncio.sleep(GOODBYE_S)
 

@@ -13,14 +13,13 @@ import pytest
 import torch
 from worlds.waiting import until
 
-from farflock.node.loop import Loop
+from farflock.node.assembly.core import Core
 from farflock.node.model.llama import Llama, ModelConfig
 from farflock.node.model.replica import PlainReplica
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.train import shards
 from farflock.node.train.driver import Driver
-from farflock.node.train.exchange_client import ExchangeClient, layout_of
-from farflock.node.train.state_sync import StateSync
+from farflock.node.train.exchange_client import layout_of
 from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.swarm.compute import inline
 from farflock.swarm.frame import message_kind
@@ -115,11 +114,9 @@ class Member:
         module = module_of(count)
         self.losses, self.rounds = [], collections.Counter()
         replica = PlainReplica(module, torch.optim.SGD(module.parameters(), 0.1), None)
-        driver, client = Driver(method(name, **options), replica), ExchangeClient(self.peer, 1)
-        self.state_sync = StateSync(self.peer, driver, client, inline)
-        self.loop = Loop(
-            driver, client, self.state_sync, Task(module, number), inline, train, self.note
-        )
+        driver, task = Driver(method(name, **options), replica), Task(module, number)
+        core = Core.over(self.peer, driver, task, inline, train, self.note)
+        self.state_sync, self.loop = core.state_sync, core.loop
 
     def note(self, kind, fields):
         if kind == "step":

@@ -12,15 +12,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from farflock.node.assembly.core import Core
 from farflock.node.assembly.node import ReplicaNode
-from farflock.node.loop import Loop
 from farflock.node.process.node_process import LINGER_S
 from farflock.node.simulate.chaos_methods import FP32, ChaosCase, CountingTask
 from farflock.node.simulate.invariants import DEADLINE_S
 from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import CUT_OFF_S, END_S, LOOK_EVERY_S
-from farflock.node.train.exchange_client import ExchangeClient
-from farflock.node.train.state_sync import StateSync
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.compute import inline
 from farflock.swarm.identity import Identity
@@ -119,8 +117,6 @@ class Endings:
     def _node(self, index: int, peer: Peer) -> tuple[ReplicaNode, list[float]]:
         replica, last = self.terms.arm.replica(index), [0.0]
         driver = Driver(self.terms.arm.make(), replica)
-        client = ExchangeClient(peer, self.seed)
-        state_sync = StateSync(peer, driver, client, inline)
         step_s = self.terms.arm.step_s * self.slowness[index]
 
         async def train(work):
@@ -132,8 +128,8 @@ class Endings:
             return loss
 
         training_task = Trainee(replica)
-        loop = Loop(driver, client, state_sync, training_task, inline, train)
-        node = ReplicaNode(peer, None, state_sync, loop, training_task)
+        core = Core.over(peer, driver, training_task, inline, train)
+        node = ReplicaNode(peer, None, core.state_sync, core.loop, training_task)
         return node, last
 
     def _peer(self, index: int) -> Peer:

@@ -7,13 +7,11 @@ from functools import partial
 from worlds.herd import identity
 from worlds.waiting import until
 
-from farflock.node.loop import Loop
+from farflock.node.assembly.core import Core
 from farflock.node.model.evaluation import LossEstimate
 from farflock.node.simulate.chaos_methods import ChaosCase, CountingTask
 from farflock.node.train.driver import Driver
 from farflock.node.train.evaluator import Evaluator, Measured
-from farflock.node.train.exchange_client import ExchangeClient
-from farflock.node.train.state_sync import StateSync
 from farflock.swarm.compute import inline
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
@@ -55,12 +53,9 @@ class Node:
         )
         replica = world.case.replica(number)
         driver = Driver(world.case.make(), replica)
-        client = ExchangeClient(self.peer, 7)
-        self.state_sync = StateSync(self.peer, driver, client, inline)
-        self.loop = Loop(
-            *(driver, client, self.state_sync, CountingTask(replica), inline, self.train),
-            report=self.report,
-        )
+        task = CountingTask(replica)
+        core = Core.over(self.peer, driver, task, inline, self.train, self.report)
+        self.state_sync, self.loop = core.state_sync, core.loop
         self.meter = Meter(self)
         self.evaluator = Evaluator(self.peer, self.loop, self.meter, world.every)
         self.loop.pause = self.evaluator.between_steps

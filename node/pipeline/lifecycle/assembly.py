@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import torch
 
+from farflock.node.assembly.core import Core
 from farflock.node.loop import Loop
 from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama
@@ -29,7 +30,6 @@ from farflock.node.reporting import Report
 from farflock.node.run.policies import shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.train.driver import Driver
-from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import Spool, StateSync
 from farflock.node.train.task import Train
 from farflock.optimizers.catalog import SUMMING, method
@@ -84,7 +84,7 @@ class Assembly:
     whole: bool
     embedding: FrozenEmbedding
 
-    def serving(self, index: int, first: Exchange, exchange_client: ExchangeClient) -> StageNode:
+    def serving(self, index: int, first: Exchange) -> StageNode:
         """Assemble a stage's server; `first` is an exchange of its stream with microbatch ids."""
         plan, peer, means, stream = self.plan, self.peer, self.means, first.key.stream
         stage, replica, inner = self._stage_and_replica(index)
@@ -97,7 +97,10 @@ class Assembly:
             return driver.position.rounds[stream]
 
         def marks() -> dict[str, int]:
-            return state_sync.marks
+            return core.state_sync.marks
+
+        def stopping() -> bool:
+            return core.loop.stop.requested
 
         def report_delay(fields: dict[str, object]) -> None:
             means.report("delay", {"stage": index, **fields})
@@ -114,21 +117,21 @@ class Assembly:
         )
         if not summing:  # those that are trained are this server's alone
             server.held_out.evaluated = lambda: evaluated_weights(driver.method, replica)
-        accounts, compute = server.accounts, means.compute
+        accounts = server.accounts
         driver.contributions = (
             accounts if index else self.embedding.at_first(accounts, driver, applied)
         )
-        state_sync = StateSync(peer, driver, exchange_client, compute, means.spool)
         schedule, microbatch_tokens = of_share(plan.schedule, share), self.edges.tokens
         task = StageTask(accounts, stage, replica, schedule, microbatch_tokens, summing)
-        task.rate_factor = lambda: LR_BUMP if "bumped" in state_sync.marks else 1.0
+        task.rate_factor = lambda: LR_BUMP if "bumped" in marks() else 1.0
         tokens, name = int(pipeline.batch_tokens * share), f"{stream}/{index}"
-        batch = BatchTrigger(
-            accounts, peer.rounds, peer.tallies, name, index, tokens, lambda: loop.stop.requested
-        )
+        batch = BatchTrigger(accounts, peer.rounds, peer.tallies, name, index, tokens, stopping)
         report, train = self._report_of(index), gated(batch, means.train)
-        loop = Loop(driver, exchange_client, state_sync, task, compute, train, report, adopt=_over)
-        return StageNode(index, peer, stage.model, state_sync, loop, task, server, batch)
+        core = Core.over(
+            peer, driver, task, means.compute, train, report, stage=index, spool=means.spool
+        )
+        core.loop.adopt = _over
+        return StageNode(index, peer, stage.model, core.state_sync, core.loop, task, server, batch)
 
     def _report_of(self, index: int) -> Report:
         """Return the report callback of a stage's loop.
