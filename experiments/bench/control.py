@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
 from farflock.experiments.measure.threads import one_thread
+from farflock.node.simulate.lives import SimPeers
 from farflock.swarm import batch, chunk_server, chunks
 from farflock.swarm.frame import message_kind, unpack
 from farflock.swarm.identity import Identity
@@ -23,7 +24,6 @@ from farflock.swarm.messages import MAX_MEMBERS
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Reduction, RoundOutcome, Stream
-from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -127,20 +127,11 @@ class Swarm:
         self._shards = shards
         self._network = SimNetwork(1, LinkModel(rate, rate))
         self._network.line_bytes, self._network.tap = line_bytes, self._count
-        self._peers = [self._peer(number) for number in range(members)]
+        seeds = [hashlib.sha256(f"control/{number}".encode()) for number in range(members)]
+        identities = [Identity.from_seed(seed.digest()) for seed in seeds]
+        peers = SimPeers(RunTerms(RUN, 1, VIEW_S), self._network, identities)
+        self._peers = [peers.born(number) for number in range(members)]
         self._bytes: collections.Counter[str] = collections.Counter()
-
-    def _peer(self, number: int) -> Peer:
-        identity = Identity.from_seed(hashlib.sha256(f"control/{number}".encode()).digest())
-        record = seal(identity, Record(RUN, identity.peer, 1, 1, curve=bytes(32)))
-        return Peer(
-            RunTerms(RUN, 1, VIEW_S),
-            identity,
-            self._network.links(identity.peer),
-            None,
-            incarnation=1,
-            record=lambda: record,
-        )
 
     async def round(self) -> RoundCost:
         """Let all peers join, then exchange one round together."""

@@ -34,13 +34,8 @@ from farflock.experiments.measure.threads import one_thread
 from farflock.node.model.llama import ModelConfig
 from farflock.node.pipeline.server.server import BACKWARD_COST
 from farflock.node.run.terms import PipelinePlan, TrainerTerms
-from farflock.node.simulate.pipeline import (
-    EventLog,
-    PipelineSimulation,
-    PipelineWorld,
-    identity_of,
-    parts,
-)
+from farflock.node.simulate.lives import identity_of
+from farflock.node.simulate.pipeline import EventLog, PipelineSimulation, PipelineWorld, parts
 from farflock.swarm.sim.network import LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 

@@ -51,7 +51,7 @@ class Measured(Simulation):
         self._loss_of = measure(job.model, job.seed, job.seq, job.held_out, device.place)
         self._began: tuple[float, float] | None = None  # virtual seconds and bytes at the start
         self._looks = 0
-        self.nodes: dict[int, ReplicaNode] = {}
+        self.nodes = self.lives.nodes
 
     def _assemble(self, index: int, peer: Peer) -> ReplicaNode:
         node, job = super()._assemble(index, peer), self.job
@@ -64,7 +64,6 @@ class Measured(Simulation):
         node.loop.train = self._gate(index, node, node.loop.train)
         node.loop.report = self.rounds.watching(node.loop.report)
         node.loop.pause = self._look
-        self.nodes[index] = node
         return node
 
     def _gate(
@@ -94,7 +93,7 @@ class Measured(Simulation):
 
     async def _together(self) -> None:
         """Wait until every peer is a member, and record when the run began."""
-        while not self._complete():  # noqa: ASYNC110 - no event covers all nodes
+        while not self.peers.settled:  # noqa: ASYNC110 - no event covers all nodes
             await asyncio.sleep(TOGETHER_S)
         if self._began is None:
             self._began = asyncio.get_running_loop().time(), self._sent_bytes()

@@ -302,7 +302,7 @@ class Chaos:
             names = sorted(task.get_name() for task in left)[:3]
             self.watch.violate(f"{len(left)} tasks outlive their peers, such as {names}")
         sent_bytes: collections.Counter[PeerId] = collections.Counter()
-        for line in self.population.lines:
+        for line in self.population.peers.lines:
             sent_bytes[line.me] += line.sent_bytes
         if sent_bytes != self.tap.sent_bytes:
             self.watch.violate(

@@ -6,7 +6,6 @@ another begins.
 """
 
 import asyncio
-import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,18 +22,16 @@ from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.lifecycle.reservations import choose_stage
 from farflock.node.pipeline.node import PipelineNode, evaluate
 from farflock.node.run.terms import PipelinePlan, RunPlan
+from farflock.node.simulate.lives import JOIN_TIMEOUT_S, Lives, SimPeers, identity_of
 from farflock.swarm.compute import inline
-from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import SnapshotUnavailable
-from farflock.swarm.record import Record, seal, unseal
 from farflock.swarm.roles import EVERY, NOTHING, role_of
-from farflock.swarm.sim.directory import MemoryDirectory, MemoryTable
+from farflock.swarm.sim.directory import DirectoryFaults
 from farflock.swarm.sim.network import LinkModel, SimNetwork
-from farflock.swarm.tasks import cancel
 
-JOIN_TIMEOUT_S = 120.0
 LINGER_S = 10.0
+POLL_S = 0.5  # of the directory, by a newcomer
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,30 +100,27 @@ class PipelineSimulation:
         self._tokens, self._made, self._weights = tokens, made, weights
         self.random = random.Random(f"{plan.run_seed}/pipeline")
         self.network = SimNetwork(plan.run_seed, world.link)
-        clock = asyncio.get_running_loop().time
-        self._table = MemoryTable(str(plan.run_seed), plan.run_seed, clock)
-        self._identities = [identity_of(plan, number) for number in range(len(world.parts))]
+        terms = RunTerms(str(plan.run_seed), plan.run_seed, world.view_s, world.branch_after_s)
+        identities = [identity_of(plan, number) for number in range(len(world.parts))]
+        self.peers = SimPeers(terms, self.network, identities, DirectoryFaults())
+        mortal = [n for n, part in enumerate(world.parts) if not part.trains or part.stage == EVERY]
+        self.lives: Lives[PipelineNode] = Lives(
+            self.peers, self._live, self.random, world.churn_s, world.away_s, mortal
+        )
+        self.nodes = self.lives.nodes
         # a server may move, and a newcomer whose stage is left open serves none at first
         self._stages = [NOTHING if part.stage is None else part.stage for part in world.parts]
         self._open = {number for number, part in enumerate(world.parts) if part.stage is None}
-        self._lives: dict[int, asyncio.Task[None]] = {}
-        self.nodes: dict[int, PipelineNode] = {}
         self.tale = EventLog()
-        self._births = 0
         self._starts: dict[int, Start] = {}  # of each peer's next life
         self.done: set[int] = set()
 
     async def run(self) -> EventLog:
         """Run all peers from start to end; raise `TimeoutError` beyond the world's limit."""
         async with asyncio.timeout(self._world.limit_s):
-            for number in range(len(self._world.parts)):
-                self._lives[number] = asyncio.create_task(self._live(number))
-                await asyncio.sleep(self._world.apart_s)
-            churn = asyncio.create_task(self._churn()) if self._world.churn_s else None
-            try:
+            async with self.lives.running(lambda: self._world.apart_s):
                 await self._until_done()
-            finally:
-                await cancel(*self._lives.values(), *([churn] if churn else []))
+        self.tale.kills = self.lives.kills
         self.tale.virtual_s = asyncio.get_running_loop().time()
         self.tale.sent_bytes = sum(
             self.network.line(node.peer.me).sent_bytes for node in self.nodes.values()
@@ -141,11 +135,8 @@ class PipelineSimulation:
         """Wait until all trainers are done: until then servers are needed."""
         trainers = {number for number, part in enumerate(self._world.parts) if part.trains}
         while not trainers <= self.done:
-            for task in self._lives.values():
-                if task.done() and not task.cancelled():
-                    task.result()
-            alive = [task for task in self._lives.values() if not task.done()]
-            await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
+            there = await self.lives.watch(1.0)
+            assert there, "all lives have ended, but not all trainers are done"
         await asyncio.sleep(LINGER_S)
 
     async def _live(self, number: int) -> None:
@@ -158,19 +149,17 @@ class PipelineSimulation:
                 self.tale.events.append((_now(), number, "over", {"reason": str(reason)}))
                 if isinstance(reason, LifeOver) and reason.stage is not None:
                     self._stages[number] = reason.stage
-                self.network.kill(self._identities[number].peer)
+                self.network.kill(self.peers.identities[number].peer)
                 await asyncio.sleep(1.0)
 
     async def _one_life(self, number: int) -> None:
-        self._births += 1
-        directory = self._table.directory(self._identities[number].peer)
-        peer = self._peer(number, self._births, directory)
+        peer = self._peer(number)
         async with peer.running():
             part = self._world.parts[number]
             tokens = self._tokens if part.trains else None
             pipeline = replace(self._pipeline, codec=part.codec or self._pipeline.codec)
             if number in self._open:
-                await peer.meet(await self._introduced(peer.me, directory), JOIN_TIMEOUT_S)
+                await peer.meet(await self.peers.introduced(number, POLL_S), JOIN_TIMEOUT_S)
                 self._stages[number] = await choose_stage(peer, len(pipeline.stages))
                 self._open.discard(number)  # its later lives serve this stage, or move
                 self.tale.events.append(
@@ -186,10 +175,10 @@ class PipelineSimulation:
                 every, held_out = self._evaluations
                 evaluate(node, every, lambda: held_out)
             self._made(number, node)
-            if self._births == 1:
+            if peer.context.incarnation == 1:
                 node.found()
             else:
-                await node.join(await self._introduced(peer.me, directory), JOIN_TIMEOUT_S)
+                await node.join(await self.peers.introduced(number, POLL_S), JOIN_TIMEOUT_S)
             await node.run(self._world.total_tokens)
             self.done.add(number)
             await asyncio.sleep(self._world.limit_s)
@@ -213,75 +202,24 @@ class PipelineSimulation:
         weights = None if number else self._weights
         return NodeServices(inline, run_pass, inline, report, device=device, weights=weights)
 
-    def _peer(self, number: int, incarnation: int, directory: MemoryDirectory) -> Peer:
-        identity, run = self._identities[number], str(self._plan.run_seed)
+    def _peer(self, number: int) -> Peer:
+        return self.peers.born(number, partial(self._record, number))
 
-        def record() -> bytes:
-            stage, peer = self._stages[number], identity.peer
-            sequence = 2 * incarnation + (number not in self._open)
-            role, key = role_of(stage), bytes(32)
-            return seal(identity, Record(run, peer, incarnation, sequence, curve=key, role=role))
-
-        terms = RunTerms(run, self._plan.run_seed, self._world.view_s, self._world.branch_after_s)
-        links = self.network.links(identity.peer)
-        return Peer(terms, identity, links, directory, incarnation=incarnation, record=record)
-
-    async def _introduced(self, me: str, directory: MemoryDirectory) -> list[bytes]:
-        run = str(self._plan.run_seed)
-        others: list[bytes] = []
-        async with asyncio.timeout(JOIN_TIMEOUT_S):
-            while not others:
-                await asyncio.sleep(0.5)
-                others = [
-                    blob for blob in await directory.peers(run) if unseal(blob, run).peer != me
-                ]
-        return others
-
-    # churn
-
-    async def _churn(self) -> None:
-        assert self._world.churn_s is not None
-        while True:
-            await asyncio.sleep(self.random.expovariate(1 / self._world.churn_s))
-            parts = self._world.parts
-            mortal = [
-                number
-                for number, part in enumerate(parts)
-                if not part.trains or part.stage == EVERY
-            ]
-            victims = mortal if self.settled else []
-            if victims:
-                self.kill(self.random.choice(victims), self.random.uniform(*self._world.away_s))
+    def _record(self, number: int, birth: int) -> bytes:
+        sequence = 2 * birth + (number not in self._open)
+        return self.peers.record(number, birth, sequence, role_of(self._stages[number]))
 
     @property
     def settled(self) -> bool:
-        """True if all peers are members: churn must not take a majority at once."""
-        members = [node.peer.membership.is_member for node in self.nodes.values()]
-        return len(members) == len(self._world.parts) and all(members)
+        """True if all peers are members."""
+        return self.peers.settled
 
     def kill(self, number: int, away_s: float | None) -> None:
         """End a life without a goodbye; the next one begins after `away_s`. If `away_s` is None,
         there is no next one, and the run does not wait for this peer."""
-        self.tale.kills += 1
         if away_s is None:
             self.done.add(number)
-        self.network.kill(self._identities[number].peer)
-        self.nodes.pop(number, None)
-        self._lives[number].cancel()
-        self._lives[number] = asyncio.create_task(self._return(number, self._lives[number], away_s))
-
-    async def _return(self, number: int, before: asyncio.Task[None], away_s: float | None) -> None:
-        await asyncio.gather(before, return_exceptions=True)
-        if away_s is not None:
-            await asyncio.sleep(away_s)
-            await self._live(number)
-
-
-def identity_of(plan: RunPlan, number: int) -> Identity:
-    """Return the identity of a simulated peer."""
-    return Identity.from_seed(
-        hashlib.sha256(f"simulated peer {plan.run_seed}/{number}".encode()).digest()
-    )
+        self.lives.kill(number, away_s)
 
 
 def parts(

@@ -2,19 +2,19 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from farflock.node.assembly.core import Core
 from farflock.node.loop import Loop
 from farflock.node.simulate.chaos_methods import ChaosCase, CountingTask
 from farflock.node.simulate.invariants import STORE_BYTES, InvariantChecker
+from farflock.node.simulate.lives import SimPeers
 from farflock.node.train.driver import Driver
 from farflock.node.train.task import Loss, Train
 from farflock.swarm.compute import inline
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.record import Record, seal
-from farflock.swarm.sim.network import SimLinks, SimNetwork
+from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.tasks import cancel
 
 SLICE_S = 0.5  # of a step: a slow or stopped peer resumes this soon after the fault's end
@@ -27,7 +27,7 @@ class PeerLife:
     """One life of one peer: its task, its peer once that is made, and its loop while it is in
     the run."""
 
-    task: asyncio.Task[None]
+    task: asyncio.Task[None] = field(init=False)
     loop: Loop | None = None
     peer: Peer | None = None
 
@@ -43,22 +43,21 @@ class Population:
         watch: InvariantChecker,
         identities: list[Identity],
     ) -> None:
+        terms = RunTerms("chaos", seed, VIEW_S)
+        self.peers = SimPeers(terms, network, identities, store_bytes=STORE_BYTES)
         self.identities = identities
         self.lives: dict[int, PeerLife] = {}
         self.slow: dict[int, float] = {}  # factor by which a peer computes slower
-        self.lines: list[SimLinks] = []  # of all lives
-        self._seed, self._arm, self._network, self._watch = seed, arm, network, watch
-        self._births = 0
+        self._seed, self._arm, self._watch = seed, arm, watch
 
     def begin(self, index: int) -> None:
         """Start a peer's next life; the first life of all peers starts the run."""
-        self._births += 1
-        life = PeerLife(asyncio.create_task(asyncio.sleep(0)))
-        self.lives[index] = life
-        life.task = asyncio.create_task(self._live(index, self._births, life))
+        life = self.lives[index] = PeerLife()
+        life.task = asyncio.create_task(self._live(index, life))
 
-    async def _live(self, index: int, birth: int, life: PeerLife) -> None:
-        peer = life.peer = self._peer(index, birth)
+    async def _live(self, index: int, life: PeerLife) -> None:
+        peer = life.peer = self._peer(index)
+        birth = peer.context.incarnation
         async with peer.running():
             replica = self._arm.replica(index)
             driver = Driver(self._arm.make(), replica)
@@ -91,31 +90,14 @@ class Population:
 
         return train
 
-    def _peer(self, index: int, birth: int) -> Peer:
-        identity = self.identities[index]
-        record = self._record(index, birth)
-        links = self._network.links(identity.peer)
-        self.lines.append(links)
-        terms = RunTerms("chaos", self._seed, VIEW_S)
-        return Peer(
-            terms,
-            identity,
-            links,
-            None,
-            incarnation=birth,
-            record=lambda: record,
-            store_bytes=STORE_BYTES,
-        )
-
-    def _record(self, index: int, birth: int) -> bytes:
-        identity = self.identities[index]
-        return seal(identity, Record("chaos", identity.peer, birth, birth, curve=bytes(32)))
+    def _peer(self, index: int) -> Peer:
+        return self.peers.born(index)
 
     def _contacts(self, index: int) -> list[bytes]:
         living = [
             other for other, life in self.lives.items() if other != index and life.loop is not None
         ]
-        return [self._record(other, 0) for other in living[:4]]
+        return [self.peers.record(other, 0) for other in living[:4]]
 
     async def end(self, index: int) -> None:
         """End a peer's life at once, without a goodbye."""

@@ -30,6 +30,7 @@ from farflock.node.model.replica import PlainReplica
 from farflock.node.model.step_options import StepOptions
 from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.run.terms import RunPlan
+from farflock.node.simulate.lives import JOIN_TIMEOUT_S, Lives, SimPeers, identity_of
 from farflock.node.simulate.segments import SegmentState, SegmentStore
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.ending import drain
@@ -38,17 +39,12 @@ from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Result, State
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.compute import inline
-from farflock.swarm.identity import Identity
-from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import SnapshotUnavailable
-from farflock.swarm.record import Record, seal, unseal
-from farflock.swarm.sim.directory import DirectoryFaults, MemoryDirectory, MemoryTable
+from farflock.swarm.sim.directory import DirectoryFaults
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
-from farflock.swarm.tasks import cancel
 
-JOIN_TIMEOUT_S = 120.0
 LINGER_S = 30.0  # after the last step: peers still answer those that are behind
 AWAY_S = (5.0, 20.0)
 
@@ -101,7 +97,7 @@ class Simulation:
     ) -> None:
         self._device = device or Device()
         self._plan, self._world, self._tokens, self._progress = plan, world, tokens, progress
-        self._story, self._saved, self._until = story, saved, until
+        self._story, self._saved, self._until = story, dict(saved), until
         # where each peer's next life begins in its samples
         self._starts = {
             index: Start(bytes.fromhex(each.meta[SAMPLES]), each.step * plan.accumulate)
@@ -110,77 +106,68 @@ class Simulation:
         self.weights: WeightsFolder | None = None  # that the run starts from, if not from its seed
         self._random = random.Random(f"{plan.run_seed}/simulation")
         self.network = SimNetwork(plan.run_seed + 1_000_003 * story.legs, world.link)
-        now = asyncio.get_running_loop().time
-        self.directory = MemoryTable(str(plan.run_seed), plan.run_seed, now, world.directory)
-        self._identities = [_identity(plan, index) for index in range(world.peers)]
-        self._slowness = [1 + self._random.random() * world.spread for _ in self._identities]
-        self._begun: set[int] = set()
-        self._lives: dict[int, asyncio.Task[None]] = {}
-        self._nodes: dict[int, ReplicaNode] = {}
-        self._done = 0
+        terms = RunTerms(str(plan.run_seed), plan.run_seed, world.view_s, world.branch_after_s)
+        identities = [identity_of(plan, index) for index in range(world.peers)]
+        self.peers = SimPeers(terms, self.network, identities, world.directory, story.births)
+        self._slowness = [1 + self._random.random() * world.spread for _ in identities]
         # reseeded per leg, but only after the speeds, which all legs share
         self._random.seed(f"{plan.run_seed}/simulation/{story.legs}")
+        self.lives: Lives[ReplicaNode] = Lives(
+            self.peers, self._live, self._random, world.churn_s, AWAY_S, range(world.peers)
+        )
 
     async def run(self) -> dict[int, ReplicaNode]:
         """Run all peers from start to end; return their final nodes, by number."""
-        for index in range(self._world.peers):
-            self._lives[index] = asyncio.create_task(self._live(index))
-            await asyncio.sleep(self._random.random())
-        churn = asyncio.create_task(self._churn()) if self._world.churn_s else None
-        try:
+        async with self.lives.running(self._random.random):
             await self._until_done()
-        finally:
-            if churn is not None:
-                churn.cancel()
-            await cancel(*self._lives.values())
         self._story.legs += 1
-        self._story.sent_bytes += sum(
-            self.network.line(node.peer.me).sent_bytes for node in self._nodes.values()
-        )
+        self._story.births = self.peers.births
+        self._story.kills += self.lives.kills
+        self._story.sent_bytes += sum(line.sent_bytes for line in self.peers.lines)
         self._story.virtual_s += asyncio.get_running_loop().time()
-        return dict(sorted(self._nodes.items()))
+        return dict(sorted(self.lives.nodes.items()))
 
     async def _until_done(self) -> None:
-        while alive := [task for task in self._lives.values() if not task.done()]:
-            await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED, timeout=5.0)
-            for task in self._lives.values():
-                if task.done() and not task.cancelled():
-                    task.result()
-            founder = self._nodes.get(0)
+        while await self.lives.watch(5.0):
+            founder = self.lives.nodes.get(0)
             if founder is not None:
                 self._progress(founder.loop.driver.tokens / self._world.total_tokens)
 
     async def _live(self, index: int) -> None:
-        """Run one life of one peer: start or join the run, train, linger."""
-        known = index in self._begun
-        self._story.births += 1
-        self._begun.add(index)
-        directory = self.directory.directory(self._identities[index].peer)
-        peer = self._peer(index, self._story.births, directory)
+        """Run one life; one that returns stays away if the run has ended in the meantime."""
+        returns = self.lives.kills > 0  # all first lives begin before any kill
+        try:
+            await self._one_life(index)
+        except (TimeoutError, SnapshotUnavailable):
+            if not returns or self.lives.mortal:
+                raise
+
+    async def _one_life(self, index: int) -> None:
+        """Start or join the run, train, linger."""
+        peer = self.peers.born(index)
         async with peer.running():
-            node = self._assemble(index, peer)
-            self._nodes[index] = node
-            if self._saved and not known:
-                await self._resume(index, node, directory)
-            elif self._story.births == 1:
+            node = self.lives.nodes[index] = self._assemble(index, peer)
+            if (saved := self._saved.pop(index, None)) is not None:
+                await self._resume(index, node, saved)
+            elif peer.context.incarnation == 1:
                 node.found()
             else:
-                await node.join(await self._introduced(peer.me, directory), JOIN_TIMEOUT_S)
+                await node.join(await self.peers.introduced(index), JOIN_TIMEOUT_S)
             await node.loop.run(self._until, drain_s=LINGER_S)
-            self._done += 1
+            self.lives.mortal = ()  # the run has come to its end
             await asyncio.sleep(LINGER_S)
             await drain(node.loop, LINGER_S)
 
-    async def _resume(self, index: int, node: ReplicaNode, directory: MemoryDirectory) -> None:
+    async def _resume(self, index: int, node: ReplicaNode, saved: Checkpoint) -> None:
         """Begin a leg where the previous one ended; no peer trains before all peers are members
         again."""
         if index == 0:
             node.peer.found()
         else:
-            await node.peer.join(await self._introduced(node.peer.me, directory), JOIN_TIMEOUT_S)
-        load_state(node, self._saved[index])
+            await node.peer.join(await self.peers.introduced(index), JOIN_TIMEOUT_S)
+        load_state(node, saved)
         async with asyncio.timeout(JOIN_TIMEOUT_S):
-            while not self._complete():  # noqa: ASYNC110 - all nodes' condition
+            while not self.peers.settled:  # noqa: ASYNC110 - all nodes' condition
                 await asyncio.sleep(0.1)
 
     def _assemble(self, index: int, peer: Peer) -> ReplicaNode:
@@ -207,7 +194,7 @@ class Simulation:
             report=report,
             device=self._device,
             step_options=StepOptions(compile="off"),
-            weights=self.weights if self._story.births == 1 else None,
+            weights=self.weights if peer.context.incarnation == 1 else None,
             start=start,
         )
         self._keep_place(index, node, start)
@@ -224,67 +211,6 @@ class Simulation:
                 self._starts[index] = Start(batches.cursor(step * accumulate))
 
         node.loop.counted = counted
-
-    def _peer(self, index: int, incarnation: int, directory: MemoryDirectory) -> Peer:
-        identity = self._identities[index]
-        world = self._world
-        terms = RunTerms(
-            str(self._plan.run_seed), self._plan.run_seed, world.view_s, world.branch_after_s
-        )
-        record = self._record(index, incarnation)
-        links = self.network.links(identity.peer)
-        return Peer(
-            terms, identity, links, directory, incarnation=incarnation, record=lambda: record
-        )
-
-    def _record(self, index: int, incarnation: int) -> bytes:
-        identity = self._identities[index]
-        run = str(self._plan.run_seed)
-        return seal(identity, Record(run, identity.peer, incarnation, incarnation, curve=bytes(32)))
-
-    async def _introduced(self, me: PeerId, directory: MemoryDirectory) -> list[bytes]:
-        """Poll the directory until it lists another peer; raise `TimeoutError` if it never does."""
-        run = str(self._plan.run_seed)
-        others: list[bytes] = []
-        async with asyncio.timeout(JOIN_TIMEOUT_S):
-            while not others:
-                await asyncio.sleep(1.0)
-                others = [
-                    blob for blob in await directory.peers(run) if unseal(blob, run).peer != me
-                ]
-        return others
-
-    async def _churn(self) -> None:
-        """Kill random peers at seeded moments; each comes back as a new life."""
-        assert self._world.churn_s is not None
-        while True:
-            await asyncio.sleep(self._random.expovariate(1 / self._world.churn_s))
-            if self._done or not self._complete():
-                continue
-            index = self._random.randrange(self._world.peers)
-            self._story.kills += 1
-            peer = self._identities[index].peer
-            self._story.sent_bytes += self.network.line(peer).sent_bytes
-            self.network.kill(peer)
-            del self._nodes[index]
-            await cancel(self._lives[index])
-            self._lives[index] = asyncio.create_task(
-                self._return(index, self._random.uniform(*AWAY_S))
-            )
-
-    def _complete(self) -> bool:
-        """Return whether all peers are members: churn must not take a swarm's majority at once."""
-        members = [node.peer.membership.is_member for node in self._nodes.values()]
-        return len(members) == self._world.peers and all(members)
-
-    async def _return(self, index: int, away_s: float) -> None:
-        """Come back in a new life, or stay away if the run has ended in the meantime."""
-        await asyncio.sleep(away_s)
-        try:
-            await self._live(index)
-        except (TimeoutError, SnapshotUnavailable):
-            if not self._done:
-                raise
 
 
 def outcome(world: World, story: SegmentState, states: dict[str, State]) -> SimulationResult:
@@ -333,7 +259,7 @@ def simulate(
 
     leg_tokens = world.leg_tokens or world.total_tokens
     states = {
-        _identity(plan, index).peer: checkpoint.parts["method"]
+        identity_of(plan, index).peer: checkpoint.parts["method"]
         for index, checkpoint in saved.items()
     }
     while story.legs * leg_tokens < world.total_tokens:
@@ -368,12 +294,6 @@ def held_out(
 
 def _state(node: ReplicaNode) -> State:
     return node.loop.driver.method.snapshot(node.loop.driver.replica)
-
-
-def _identity(plan: RunPlan, index: int) -> Identity:
-    return Identity.from_seed(
-        hashlib.sha256(f"simulated peer {plan.run_seed}/{index}".encode()).digest()
-    )
 
 
 def _by_tenth(losses: list[tuple[int, float]], total: int) -> list[float]:

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from worlds.peers import identity, peer_over
 from worlds.waiting import LIMIT_S
 
 from farflock.node.assembly.node import replica_node
@@ -29,10 +30,9 @@ from farflock.optimizers.parts.schedule import Schedule
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.compute import Worker
 from farflock.swarm.frame import unpack
-from farflock.swarm.identity import Identity
 from farflock.swarm.links import joined
 from farflock.swarm.messages import Decided, Holds, Offer, Piece, Propose, Reduced
-from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 RUN, SEED = "mortal", 3
@@ -119,19 +119,12 @@ class Life:
         return False
 
     async def live(self):
-        identity = Identity.from_seed(bytes([self.number + 1]) * 32)
-        links = await ZmqLinks.open(identity, RUN, LinkOptions(incarnation=self.number + 1))
+        mine, life = identity(self.number), self.number + 1
+        links = await ZmqLinks.open(mine, RUN, LinkOptions(incarnation=life))
         try:
             records = await self.introduced(links)
-            peer = Peer(
-                RunTerms(RUN, SEED, view_s=0.5),
-                identity,
-                links,
-                None,
-                incarnation=self.number + 1,
-                record=links.record,
-                compute=(codecs := Worker("codec")),
-            )
+            terms, codecs = RunTerms(RUN, SEED, view_s=0.5), Worker("codec")
+            peer = peer_over(links, mine, terms, life, record=links.record, compute=codecs)
             inner, schedule = (
                 InnerConfig(lr=3e-3),
                 Schedule(3e-3, TOKENS, warmup_tokens=TOKENS // 10),

@@ -6,16 +6,18 @@ simulator: each pass of each microbatch is computed by the same server.
 
 import asyncio
 import collections
+from functools import partial
 
 import pytest
+from worlds.peers import peer_over
 from worlds.pipeline_audit import TEXT, pipeline, plan
 
 from farflock.node.run.planned_paths import plan_of_texts
 from farflock.node.run.terms import RebalanceTerms
 from farflock.node.simulate.pipeline import PeerRole, PipelineSimulation, PipelineWorld
-from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.roles import role_of
 from farflock.swarm.sim.virtual_time import run_virtual
+from farflock.swarm.tasks import cancel
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 pytestmark = [
@@ -52,21 +54,16 @@ class Traced(PipelineSimulation):
         """Until enough microbatches count; ends all nodes."""
         try:
             for number in range(len(self.world.parts)):
-                self._lives[number] = asyncio.create_task(self._live(number))
+                self.lives.tasks[number] = asyncio.create_task(self._live(number))
                 await self._until(lambda number=number: self._are_members(number + 1))
             await self._until(lambda: self.nodes[len(STAGES)].trainer.commits.finished >= WALKED)
         finally:
-            for task in self._lives.values():
-                task.cancel()
-            await asyncio.gather(*self._lives.values(), return_exceptions=True)
+            await cancel(*self.lives.tasks.values())
         return self
 
     async def _until(self, condition):
         while not condition():
-            for task in self._lives.values():
-                if task.done():
-                    task.result()
-            await asyncio.sleep(0.02)
+            await self.lives.watch(0.02)
 
     def _are_members(self, many):
         chains = [node.peer.context.chain for node in self.nodes.values()]
@@ -129,28 +126,15 @@ class OverSockets(Traced):
         super().__init__(cut)
         self.sockets = []
 
-    def _peer(self, number, incarnation, directory):
-        identity, run = self._identities[number], str(self._plan.run_seed)
-        role, terms = (
-            role_of(self._stages[number]),
-            RunTerms(run, self._plan.run_seed, self.world.view_s),
-        )
-        links = ZmqLinks(
-            identity,
-            run,
-            LinkOptions(
-                incarnation=incarnation, sequence=incarnation, suspect_after_s=SUSPECT_AFTER_S
-            ),
-        )
+    def _peer(self, number):
+        self.peers.births += 1
+        identity, terms, birth = self.peers.identities[number], self.peers.terms, self.peers.births
+        options = LinkOptions(incarnation=birth, sequence=birth, suspect_after_s=SUSPECT_AFTER_S)
+        links = ZmqLinks(identity, terms.run, options)
         self.sockets.append(links)
-        return Peer(
-            terms,
-            identity,
-            links,
-            directory,
-            incarnation=incarnation,
-            record=lambda: links.record(role=role),
-        )
+        record = partial(links.record, role=role_of(self._stages[number]))
+        directory = self.peers.table.directory(identity.peer)
+        return peer_over(links, identity, terms, birth, record=record, directory=directory)
 
     async def walk(self):
         try:

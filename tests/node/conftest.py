@@ -5,6 +5,7 @@ import asyncio
 
 import pytest
 import torch
+from worlds.peers import identity, peer_in, record_of
 
 from farflock.node.assembly.node import replica_node
 from farflock.node.data import folder, index, shard_writer
@@ -16,9 +17,7 @@ from farflock.node.run.terms import RunPlan
 from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
-from farflock.swarm.identity import Identity
-from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.record import Record, seal
+from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.sim.network import SimNetwork
 
 TOTAL = 3200
@@ -35,18 +34,14 @@ class Bench:
         )
         self.plan = RunPlan(3, PRESETS["tiny"], inner, schedule, method, options, batch=2, seq=32)
         self.network = SimNetwork(3)
-        self.identities = [Identity.from_seed(bytes([number + 1]) * 32) for number in range(peers)]
+        self.identities = [identity(number) for number in range(peers)]
 
     def record(self, number, incarnation=1):
-        mine = self.identities[number]
-        return seal(mine, Record("3", mine.peer, incarnation, incarnation, curve=bytes(32)))
+        return record_of(self.identities[number], "3", incarnation)
 
-    def peer(self, number, incarnation=1):
-        mine = self.identities[number]
-        links = self.network.links(mine.peer)
-        record = self.record(number, incarnation)
-        terms = RunTerms("3", 3, view_s=2.0)
-        return Peer(terms, mine, links, None, incarnation=incarnation, record=lambda: record)
+    def peer(self, number, incarnation=1, **terms):
+        terms = RunTerms("3", 3, view_s=2.0, **terms)
+        return peer_in(self.network, self.identities[number], terms, incarnation)
 
     def node(
         self,

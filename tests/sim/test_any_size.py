@@ -11,6 +11,7 @@ import math
 
 import pytest
 import torch
+from worlds.peers import identity, peer_in
 from worlds.waiting import until
 
 from farflock.node.assembly.core import Core
@@ -23,10 +24,8 @@ from farflock.node.train.exchange_client import layout_of
 from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.swarm.compute import inline
 from farflock.swarm.frame import message_kind
-from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Piece, Want
-from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.record import Record, seal
+from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -100,17 +99,8 @@ class Member:
     """A peer with its node."""
 
     def __init__(self, network, number, name, options, count):
-        identity = Identity.from_seed(bytes([number + 1]) * 32)
-        self.record = seal(identity, Record("size", identity.peer, 1, 1, curve=bytes(32)))
-        self.peer = Peer(
-            RunTerms("size", 1, 1.0),
-            identity,
-            network.links(identity.peer),
-            None,
-            incarnation=1,
-            record=lambda: self.record,
-            store_bytes=2**30,
-        )
+        terms = RunTerms("size", 1, 1.0)
+        self.peer = peer_in(network, identity(number), terms, store_bytes=2**30)
         module = module_of(count)
         self.losses, self.rounds = [], collections.Counter()
         replica = PlainReplica(module, torch.optim.SGD(module.parameters(), 0.1), None)
@@ -136,7 +126,7 @@ async def trained(network, steps, *arguments):
         first.peer.found()
         for member in (first, second):
             member.state_sync.open()
-        await second.peer.meet([first.record], 60.0)
+        await second.peer.meet([first.peer.membership.book.mine], 60.0)
         second.peer.ask_in()
         await until(lambda: len(first.peer.context.views.newest.members) == 2)
         total = 2 * TOKENS * steps

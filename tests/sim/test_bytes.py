@@ -27,7 +27,7 @@ from farflock.optimizers.trial_options import disasters_of
 from farflock.swarm.chunk_server import PIECE_BYTES
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Offer, PairAccept, PairPropose, Piece
-from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.peer import STORE_BYTES
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -163,20 +163,6 @@ class Unequal(Population):
 
         return train
 
-    def _peer(self, index, birth):
-        identity = self.identities[index]
-        record = self._record(index, birth)
-        links = self._network.links(identity.peer)
-        self.lines.append(links)
-        return Peer(
-            RunTerms("chaos", 1, 3.0),
-            identity,
-            links,
-            None,
-            incarnation=birth,
-            record=lambda: record,
-        )
-
 
 class Counted(Chaos):
     """A run without faults, of which the tap counts what is sent while it is told to."""
@@ -186,6 +172,7 @@ class Counted(Chaos):
         self.network = SimNetwork(1, LinkModel())
         self.network.tap = self._tapped
         self.population = Unequal(1, arm, self.network, self.watch, self.population.identities)
+        self.population.peers.store_bytes = STORE_BYTES
         self.going = self.population.going = asyncio.Event()
         self.rounds, self.pieces, self.others, self.bodies = set(), [], collections.Counter(), 0
 

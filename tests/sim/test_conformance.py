@@ -38,8 +38,8 @@ class Dishonest(Population):
 
     liar = None
 
-    def _peer(self, index, birth):
-        peer = super()._peer(index, birth)
+    def _peer(self, index):
+        peer = super()._peer(index)
         exchange = peer.exchange
 
         async def dishonest(name, number, shards, **terms):

@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from worlds.peers import peer_in, record_of
 
 from farflock.node.assembly.core import Core
 from farflock.node.assembly.node import ReplicaNode
@@ -23,7 +24,6 @@ from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.compute import inline
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -133,14 +133,11 @@ class Endings:
         return node, last
 
     def _peer(self, index: int) -> Peer:
-        identity = self.identities[index]
-        record, links = self._record(index), self.network.links(identity.peer)
         terms = RunTerms("endings", self.seed, VIEW_S)
-        return Peer(terms, identity, links, None, incarnation=1, record=lambda: record)
+        return peer_in(self.network, self.identities[index], terms)
 
     def _record(self, index: int) -> bytes:
-        identity = self.identities[index]
-        return seal(identity, Record("endings", identity.peer, 1, 1, curve=bytes(32)))
+        return record_of(self.identities[index], "endings")
 
     @staticmethod
     def _now() -> float:

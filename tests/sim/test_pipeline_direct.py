@@ -11,7 +11,8 @@ from worlds.seeds import blocks, each
 from worlds.waiting import until
 
 from farflock.node.run.terms import TrainerTerms
-from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
+from farflock.node.simulate.lives import identity_of
+from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Call
 from farflock.swarm.peer import left as left_module

@@ -23,7 +23,8 @@ from farflock.node.pipeline.contrib.sample_memory import ServerMemory, _names
 from farflock.node.pipeline.passes.requests import Forward, Lacks, Visit
 from farflock.node.pipeline.server.edge_ends import NotHeld
 from farflock.node.run.terms import Asynchronous, ServerTerms
-from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
+from farflock.node.simulate.lives import identity_of
+from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.swarm.sim.network import Faults
 
 # contrib: its simulations run in `make test-long` (node/pipeline/contrib)

@@ -7,7 +7,8 @@ import pytest
 from worlds.pipeline_audit import Audit, pipeline, plan
 
 from farflock.node.pipeline.server.passes import BackwardResult
-from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
+from farflock.node.simulate.lives import identity_of
+from farflock.node.simulate.pipeline import PipelineWorld, parts
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 

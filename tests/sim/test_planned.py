@@ -9,7 +9,8 @@ from worlds.pipeline_audit import STILL, Audit, pipeline, plan
 
 from farflock.node.run.planned_paths import HostTerms, plan_of_texts, planned, require_plan
 from farflock.node.run.policies import PLANNED, lane_of
-from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
+from farflock.node.simulate.lives import identity_of
+from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.swarm.paths.policy import Microbatch
 
 pytestmark = pytest.mark.usefixtures("quiet_log")

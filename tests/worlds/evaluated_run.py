@@ -4,7 +4,7 @@ meter that takes as long as a test says."""
 import asyncio
 from functools import partial
 
-from worlds.herd import identity
+from worlds.peers import end, identity, peer_in
 from worlds.waiting import until
 
 from farflock.node.assembly.core import Core
@@ -13,8 +13,7 @@ from farflock.node.simulate.chaos_methods import ChaosCase, CountingTask
 from farflock.node.train.driver import Driver
 from farflock.node.train.evaluator import Evaluator, Measured
 from farflock.swarm.compute import inline
-from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.record import Record, seal
+from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -44,13 +43,8 @@ class Node:
 
     def __init__(self, world, number):
         self.world, self.number, self.charge_s, self.events = world, number, 0.0, []
-        mine = identity(number)
-        record = seal(mine, Record("run", mine.peer, 1, 1, bytes(32)))
-        links = world.network.links(mine.peer)
-        self.record = record
-        self.peer = Peer(
-            RunTerms("run", 7, 3.0), mine, links, None, incarnation=1, record=lambda: record
-        )
+        self.peer = peer_in(world.network, identity(number), RunTerms("run", 7, 3.0))
+        self.record = self.peer.membership.book.make()
         replica = world.case.replica(number)
         driver = Driver(world.case.make(), replica)
         task = CountingTask(replica)
@@ -129,12 +123,7 @@ class EvaluatedRun:
     async def end(self):
         for node in self.nodes:
             node.loop.stop()
-        for task in self.tasks:
-            task.cancel()
-        ended = await asyncio.gather(*self.tasks, return_exceptions=True)
-        for each in ended:
-            if isinstance(each, Exception):
-                raise each
+        await end(*self.tasks)
 
 
 def evaluated(count, method="diloco", every=4, **options):

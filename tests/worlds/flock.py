@@ -5,14 +5,14 @@ import asyncio
 import collections
 import json
 
-from worlds.herd import identity, reduce
+from worlds.herd import reduce
+from worlds.peers import end, identity, peer_in
 from worlds.waiting import until
 
-from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.peer.snapshots import Snapshot
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Stream
-from farflock.swarm.record import Record, seal
 from farflock.swarm.roles import NOTHING, role_of
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -49,13 +49,9 @@ class Node:
             life,
             wants,
         )
-        mine = identity(number)
-        blob = seal(mine, Record("run", mine.peer, life, life, bytes(32), role=role_of(stage)))
-        self.record = blob
-        links = flock.network.links(mine.peer)
-        self.peer = Peer(
-            RunTerms("run", 7, VIEW_S), mine, links, None, incarnation=life, record=lambda: blob
-        )
+        terms, role = RunTerms("run", 7, VIEW_S), role_of(stage)
+        self.peer = peer_in(flock.network, identity(number), terms, life, role=role)
+        self.record = self.peer.membership.book.make()
         self.applied, self.tokens, self.serial = -1, 0, 0
         self.statuses = []
         self.task = asyncio.create_task(self.live())
@@ -230,13 +226,7 @@ class Flock:
         )
 
     async def end(self):
-        for node in self.nodes.values():
-            node.task.cancel()
-        for ended in await asyncio.gather(
-            *(node.task for node in self.nodes.values()), return_exceptions=True
-        ):
-            if isinstance(ended, Exception):
-                raise ended
+        await end(*(node.task for node in self.nodes.values()))
 
 
 def flock(*stages, wants="last", seed=1, pace_s=None, witnessed=False):

@@ -10,14 +10,13 @@ import collections
 import hashlib
 import json
 
+from worlds.peers import end, identity, peer_in
 from worlds.waiting import now, until
 
-from farflock.swarm.identity import Identity
-from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.peer.snapshots import Snapshot
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, Stream
-from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -49,27 +48,15 @@ def contents_of(outcome):
     )
 
 
-def identity(number):
-    return Identity.from_seed(bytes([number + 1]) * 32)
-
-
 class Node:
     """One life of one peer: it starts the run or joins it, adopts a state, and brings a named
     contribution to each round."""
 
     def __init__(self, herd, number, incarnation, founds):
         self.herd, self.number, self.incarnation, self.founds = herd, number, incarnation, founds
-        mine = identity(number)
-        self.record = seal(mine, Record("run", mine.peer, incarnation, incarnation, bytes(32)))
-        links = herd.network.links(mine.peer)
-        self.peer = Peer(
-            RunTerms("run", 7, VIEW_S, herd.branch_after_s),
-            mine,
-            links,
-            None,
-            incarnation=incarnation,
-            record=lambda: self.record,
-        )
+        terms = RunTerms("run", 7, VIEW_S, herd.branch_after_s)
+        self.peer = peer_in(herd.network, identity(number), terms, incarnation)
+        self.record = self.peer.membership.book.make()
         self.applied, self.state, self.tokens = herd.stream.cadence.upto(-1), b"", 0
         self.serial = 0
         self.events = []  # (time, round, status)
@@ -237,14 +224,7 @@ class Herd:
 
     async def end(self):
         """End all nodes; raise the error that ended any of them."""
-        for node in self.nodes.values():
-            node.task.cancel()
-        ended = await asyncio.gather(
-            *(node.task for node in self.nodes.values()), return_exceptions=True
-        )
-        for result in ended:
-            if isinstance(result, Exception):
-                raise result
+        await end(*(node.task for node in self.nodes.values()))
         for node in self.nodes.values():
             assert not node.peer.tasks
 

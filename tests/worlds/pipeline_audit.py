@@ -16,6 +16,7 @@ import itertools
 
 import torch
 from torch.func import functional_call
+from worlds.peers import end
 from worlds.pipeline_records import Life, Pass, WatchedSums, Whole, counted
 
 from farflock.node.data.samples import text_in_memory
@@ -37,7 +38,8 @@ from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.run.policies import lane_of, policy_of
 from farflock.node.run.split import even
 from farflock.node.run.terms import PipelinePlan, RunPlan, ServerTerms, TrainerTerms
-from farflock.node.simulate.pipeline import PipelineSimulation, identity_of
+from farflock.node.simulate.lives import identity_of
+from farflock.node.simulate.pipeline import PipelineSimulation
 from farflock.node.train import microbatch_ids as notes
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
@@ -128,11 +130,7 @@ class Audit:
             try:
                 return await self.sim.run()
             finally:
-                for task in beside:
-                    task.cancel()
-                for failure in await asyncio.gather(*beside, return_exceptions=True):
-                    if isinstance(failure, Exception):
-                        raise failure
+                await end(*beside)
 
         run_virtual(main())
         return self

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from worlds.model_folder import QWEN3, weights_of, write_model
+from worlds.peers import peer_in
 
 from farflock.node.assembly.followers import Assignment, lead
 from farflock.node.assembly.node import replica_node
@@ -33,8 +34,7 @@ from farflock.node.train.model_meter import ModelMeter
 from farflock.node.train.shared_task import SharedTask
 from farflock.optimizers.parts.stateful import evaluated_weights
 from farflock.swarm.identity import Identity
-from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.record import Record, seal
+from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -77,11 +77,7 @@ class World:
         return manifest(self.corpus, **terms)
 
     def peer(self):
-        me = self.identity
-        record = seal(me, Record("3", me.peer, 1, 1, curve=bytes(32)))
-        links = SimNetwork(3).links(me.peer)
-        terms = RunTerms("3", 3, view_s=2.0)
-        return Peer(terms, me, links, None, incarnation=1, record=lambda: record)
+        return peer_in(SimNetwork(3), self.identity, RunTerms("3", 3, view_s=2.0))
 
     def node(self, peer, described, shared, losses=None, **how):
         async def compute(work):

@@ -26,7 +26,8 @@ from farflock.node.pipeline.recovery.rebuild import LR_BUMP
 from farflock.node.run.policies import POLICIES, policy_of
 from farflock.node.run.split import even
 from farflock.node.run.terms import TrainerTerms
-from farflock.node.simulate.pipeline import PeerRole, PipelineWorld, identity_of, parts
+from farflock.node.simulate.lives import identity_of
+from farflock.node.simulate.pipeline import PeerRole, PipelineWorld, parts
 from farflock.node.state import checkpoint
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.optimizers.parts.state import state_hash

@@ -7,7 +7,6 @@ from worlds.waiting import until
 
 from farflock.node.train.ending import drain
 from farflock.optimizers.parts.state import state_hash
-from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.sim.virtual_time import run_virtual
 
 AFTER_S = 15.0
@@ -20,17 +19,11 @@ class Crowd:
         self.bench = bench
         self.nodes, self.tasks, self.reports = {}, {}, []
 
-    def peer(self, number):
-        mine, record = self.bench.identities[number], self.bench.record(number)
-        links = self.bench.network.links(mine.peer)
-        terms = RunTerms("3", 3, view_s=2.0, branch_after_s=AFTER_S)
-        return Peer(terms, mine, links, None, incarnation=1, record=lambda: record)
-
     async def live(self, number):
         def report(kind, fields):
             self.reports.append((asyncio.get_running_loop().time(), number, kind, fields))
 
-        async with self.peer(number).running() as peer:
+        async with self.bench.peer(number, branch_after_s=AFTER_S).running() as peer:
             node = self.nodes[number] = self.bench.node(peer, report)
             if number == 0:
                 node.found()

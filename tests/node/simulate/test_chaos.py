@@ -174,7 +174,7 @@ def test_a_task_that_outlives_its_peer_and_uncounted_bytes_are_violations():
         looking.cancel()
         await asyncio.wait([looking])
         forgotten = asyncio.create_task(asyncio.sleep(1e9), name="forgotten")
-        disaster.population.lines[0].sent_bytes += 1
+        disaster.population.peers.lines[0].sent_bytes += 1
         disaster.network.bytes["sent"] += 1
         await disaster.population.end_all()
         disaster.check_rest(looking)

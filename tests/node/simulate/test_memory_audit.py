@@ -5,10 +5,10 @@ import collections
 import operator
 
 import pytest
+from worlds.peers import identity, peer_in
 
 from farflock.node.simulate.memory_audit import longest
-from farflock.swarm.identity import Identity
-from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -19,10 +19,8 @@ def in_a_peer(test):
     """Run `test(peer, network)` with a peer that has started a run on the network."""
 
     async def main():
-        identity = Identity.from_seed(bytes(32))
         network = SimNetwork(1)
-        links = network.links(identity.peer)
-        peer = Peer(RunTerms("run", 1), identity, links, None, incarnation=1, record=lambda: b"")
+        peer = peer_in(network, identity(0), RunTerms("run", 1))
         peer.found()
         await test(peer, network)
 

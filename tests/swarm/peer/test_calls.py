@@ -5,12 +5,12 @@ import asyncio
 import contextlib
 
 import pytest
+from worlds.peers import identity, peer_in
 from worlds.switchboard import LINK, RTT_S, STALE_S, Echo, backwards, data_of, in_a_world
 from worlds.waiting import now
 
 from farflock.swarm.chunk_server import PIECE_BYTES
 from farflock.swarm.frame import Frame, pack
-from farflock.swarm.identity import Identity
 from farflock.swarm.messages import (
     MAX_BODY_BYTES,
     MAX_CHUNK_BYTES,
@@ -26,7 +26,7 @@ from farflock.swarm.peer import call_server as server_module
 from farflock.swarm.peer import payloads as payloads_module
 from farflock.swarm.peer.call_server import LEASE_S, CallReply
 from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
-from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.sim.network import DEAD_S, Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -504,16 +504,8 @@ def test_peers_carry_calls_between_their_links_and_their_handlers():
         network.faults = Faults(loss=0.2, corrupt=0.1)
         async with contextlib.AsyncExitStack() as stack:
             peers = []
-            for number in (1, 2):
-                owner = Identity.from_seed(bytes([number]) * 32)
-                made = Peer(
-                    RunTerms("run", 3),
-                    owner,
-                    network.links(owner.peer),
-                    None,
-                    incarnation=number,
-                    record=lambda: b"",
-                )
+            for number in (0, 1):
+                made = peer_in(network, identity(number), RunTerms("run", 3), number + 1)
                 peers.append(await stack.enter_async_context(made.running()))
             caller, server = peers
             server.calls.handler = Echo()

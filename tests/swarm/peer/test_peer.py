@@ -7,26 +7,22 @@ import contextlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds.peers import identity, peer_in, record_of
 from worlds.waiting import now, until
 
 from farflock.swarm.frame import Frame, pack
-from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Key, LogQuery, Offer, PairAbort, Ping, StateQuery, Want
-from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, Peer, RunTerms
+from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, RunTerms
 from farflock.swarm.peer.ticks import REST_TURNS, TICK_S
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Reduction, Stream
-from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.directory import MemoryTable
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
 RUN, VIEW_S = "run", 2.0
+TERMS = RunTerms(RUN, 3, VIEW_S)
 MEAN, PAIRS = "weights", "pairs"
-
-
-def identity(number):
-    return Identity.from_seed(bytes([number + 1]) * 32)
 
 
 def stream(name=MEAN, group=0):
@@ -54,20 +50,11 @@ class PeerWorld:
         self.peers = []
 
     def record(self, number):
-        owner = identity(number)
-        return seal(owner, Record(RUN, owner.peer, number, 1, bytes(32)))
+        return record_of(identity(number), RUN, number)
 
     def make(self, directory=None):
         number = len(self.peers)
-        links = self.network.links(identity(number).peer)
-        peer = Peer(
-            RunTerms(RUN, 3, VIEW_S),
-            identity(number),
-            links,
-            directory,
-            incarnation=number,
-            record=lambda: self.record(number),
-        )
+        peer = peer_in(self.network, identity(number), TERMS, number, directory=directory)
         peer.ticks.rests = self.rests
         self.peers.append(peer)
         return peer
@@ -245,16 +232,7 @@ async def back_in_another_life(world, number):
     """Kill a member and begin its next life at once, in which it is known and alive, but not yet a
     member."""
     world.network.kill(identity(number).peer)
-    links = world.network.links(identity(number).peer)
-    record = seal(identity(number), Record(RUN, identity(number).peer, 77, 2, bytes(32)))
-    born = Peer(
-        RunTerms(RUN, 3, VIEW_S),
-        identity(number),
-        links,
-        None,
-        incarnation=77,
-        record=lambda: record,
-    )
+    born = peer_in(world.network, identity(number), TERMS, 77)
     await world.stack.enter_async_context(born.running())
     await born.meet([world.record(0)], 10.0)
     others = [peer for peer in world.peers if peer.me != born.me]

@@ -5,11 +5,11 @@ import typing
 from types import SimpleNamespace
 
 import pytest
+from worlds.peers import identity, peer_in
 
 from farflock.swarm.frame import Frame
-from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Key, Leave, Message, Offer, PairPropose, Ping, Prepare
-from farflock.swarm.peer.peer import Peer, Router, RunTerms, view_hash_of
+from farflock.swarm.peer.peer import Router, RunTerms, view_hash_of
 from farflock.swarm.protocol.views import view_key
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -49,9 +49,7 @@ class RouterWorld:
 
 def test_a_peer_has_a_receiver_for_every_message():
     async def main():
-        links = SimNetwork(1).links(Identity.from_seed(bytes(32)).peer)
-        identity = Identity.from_seed(bytes(32))
-        peer = Peer(RunTerms("run", 1), identity, links, None, incarnation=1, record=lambda: b"")
+        peer = peer_in(SimNetwork(1), identity(0), RunTerms("run", 1))
         assert peer.router.kinds == set(typing.get_args(Message))
 
     run_virtual(main())

@@ -4,15 +4,15 @@ views."""
 import asyncio
 
 import pytest
-from worlds.herd import identity, reduce
+from worlds.herd import reduce
+from worlds.peers import identity, peer_in
 from worlds.waiting import until
 
 from farflock.swarm.messages import Prepare
-from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Stream
 from farflock.swarm.protocol.views import view_key
-from farflock.swarm.record import Record, seal
 from farflock.swarm.roles import EVERY
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -28,12 +28,7 @@ def stream(stage, wants="all"):
 
 
 def peer_of(network, number):
-    mine = identity(number)
-    blob = seal(mine, Record("run", mine.peer, number + 1, number + 1, bytes(32), role="replica"))
-    links = network.links(mine.peer)
-    return blob, Peer(
-        RunTerms("run", 7, 2.0), mine, links, None, incarnation=number + 1, record=lambda: blob
-    )
+    return peer_in(network, identity(number), RunTerms("run", 7, 2.0), number + 1)
 
 
 def among(count):
@@ -43,11 +38,11 @@ def among(count):
         def test():
             async def whole():
                 network = SimNetwork(3)
-                made = [peer_of(network, number) for number in range(count)]
-                peers = [peer for _, peer in made]
+                peers = [peer_of(network, number) for number in range(count)]
+                record = peers[0].membership.book.make()
                 async with asyncio.TaskGroup() as group:
                     tasks = [
-                        group.create_task(live(peer, [] if peer is peers[0] else [made[0][0]]))
+                        group.create_task(live(peer, [] if peer is peers[0] else [record]))
                         for peer in peers
                     ]
                     await until(
@@ -120,7 +115,7 @@ async def test_with_replicas_alone_a_wanted_view_also_holds_the_stages_rounds_ba
 )
 def test_how_far_logs_reach_back_is_asked_of_one_stage(after, expected):
     async def main():
-        _, peer = peer_of(SimNetwork(3), 0)
+        peer = peer_of(SimNetwork(3), 0)
         async with peer.running():
             peer.found()
             for stage, number in zip(STAGES, after, strict=True):

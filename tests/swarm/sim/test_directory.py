@@ -5,19 +5,15 @@ import asyncio
 import contextlib
 
 import pytest
+from worlds.peers import identity, peer_in
 
-from farflock.swarm.identity import Identity
-from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, Peer, RunTerms
+from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, RunTerms
 from farflock.swarm.record import BadRecord, Record, seal, unseal
 from farflock.swarm.sim.directory import HEAD_LIFETIME_S, DirectoryFaults, MemoryTable
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
 RUN = "run"
-
-
-def identity(number):
-    return Identity.from_seed(bytes([number + 1]) * 32)
 
 
 def record(number, sequence=1, **fields):
@@ -214,15 +210,7 @@ def test_the_end_of_an_earlier_life_does_not_close_the_next_one():
 async def member(stack, network, directory, number):
     """A peer that starts the run if its number is 0, and otherwise looks in the directory until it
     shows a peer."""
-    links = network.links(directory.me)
-    peer = Peer(
-        RunTerms(RUN, 1, 2.0),
-        identity(number),
-        links,
-        directory,
-        incarnation=number,
-        record=lambda: record(number),
-    )
+    peer = peer_in(network, identity(number), RunTerms(RUN, 1, 2.0), number, directory=directory)
     await stack.enter_async_context(peer.running())
     if number == 0:
         peer.found()
