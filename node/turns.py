@@ -39,6 +39,7 @@ def in_turn(
         _wait(folder, stack, clock, sleep)
         with contextlib.suppress(OSError):  # a full disk: nobody is told who works here
             file.write_text(f"{os.getpid()}\n")
+        stack.callback(_remove, file)
 
         def getting_on() -> None:
             with contextlib.suppress(OSError):
@@ -70,6 +71,11 @@ def _wait(
             told = True
             log.warning("waiting for %s, which works in %s", _holder(trace), folder)
         sleep(LOOK_S)
+
+
+def _remove(file: Path) -> None:
+    with contextlib.suppress(OSError):
+        file.unlink()
 
 
 def _trace(folder: Path) -> tuple[str, int]:

@@ -66,6 +66,7 @@ def test_what_is_damaged_or_half_made_is_made_again(corpus, home, monkeypatch):
     assert [path.name for path in (home / "prepared").iterdir()] == [again.folder.name]
 
 
+@pytest.mark.net  # the second waits for the first
 def test_two_at_once_prepare_it_once(corpus, monkeypatch):
     made, roots = work_at(monkeypatch), []
     threads = [

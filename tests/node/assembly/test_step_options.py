@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from operators import Operators
 from worlds.card import CARD
-from worlds.operators import Operators
 
 from farflock.node.assembly.resume import checkpoint_state, load_state
 from farflock.node.model.device import Device, choose

@@ -6,9 +6,9 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from operators import Operators
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from worlds.operators import Operators
 
 from farflock.optimizers.parts.portable_inner import (
     PIECE,
