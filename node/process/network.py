@@ -62,6 +62,7 @@ class MachineOptions:
     model: Path | None = None  # the folder that a founder's run starts from
     data: tuple[Path, ...] = ()  # folders of prepared data
     data_cache: int = DATA_CACHE_BYTES  # of shards that were fetched
+    evaluates: bool = True  # has room to evaluate the run, so that it can be drawn for that
 
 
 def identity_of(folder: RunFolder) -> Identity:

@@ -66,7 +66,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.record import unseal
-from farflock.swarm.roles import EVERY, NOTHING, role_of
+from farflock.swarm.roles import EVERY, NOTHING, UNMEASURED, role_of
 from farflock.swarm.tasks import cancel
 from farflock.swarm.zmq.links import ZmqLinks
 
@@ -183,7 +183,7 @@ async def travelling(
     node.data = data
     # A server of a stage is drawn only where nobody else is left (decision 034).
     measures = isinstance(part, ReplicaNode) or part.trainer is not None
-    evaluates = measures and part.evaluator is not None
+    evaluates = measures and part.evaluator is not None and node.machine.evaluates
     async with data.travelling(part.peer, known, node.founder, evaluates=evaluates):
         yield
 
@@ -449,7 +449,8 @@ def _peer(
     terms = RunTerms(
         run, manifest.run.seed, manifest.exchange.view_s, manifest.exchange.branch_after_s
     )
-    incarnation = unseal(links.record(role=role_of(stage)), run).incarnation
+    role = role_of(stage if machine.evaluates else UNMEASURED)
+    incarnation = unseal(links.record(role=role), run).incarnation
     peer = Peer(
         terms,
         identity,

@@ -17,6 +17,7 @@ from farflock.node.train.state_sync import StateSync
 from farflock.swarm.compute import inline
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
+from farflock.swarm.roles import EVERY, UNMEASURED, role_of
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -47,7 +48,8 @@ class Node:
     def __init__(self, world, number):
         self.world, self.number, self.charge_s, self.events = world, number, 0.0, []
         mine = identity(number)
-        record = seal(mine, Record("run", mine.peer, 1, 1, bytes(32)))
+        role = role_of(UNMEASURED if number in world.unable else EVERY)
+        record = seal(mine, Record("run", mine.peer, 1, 1, bytes(32), role=role))
         links = world.network.links(mine.peer)
         self.record = record
         self.peer = Peer(
@@ -114,22 +116,28 @@ class Node:
 
 
 class EvaluatedRun:
-    """Nodes of one run."""
+    """Nodes of one run, of which those with the numbers `unable` cannot evaluate it."""
 
-    def __init__(self, method, every, options):
-        self.case, self.every = ChaosCase(method, options), every
+    def __init__(self, method, every, options, unable=()):
+        self.case, self.every, self.unable = ChaosCase(method, options), every, unable
         self.network, self.nodes, self.tasks = SimNetwork(3), [], []
 
     async def start(self, count):
-        for number in range(count):
-            self.nodes.append(Node(self, number))
-            self.tasks.append(asyncio.create_task(self.nodes[-1].live()))
-            await until(lambda: self.nodes[-1].is_in, 30, "a node in the run")
+        for _ in range(count):
+            await self.add()
         await until(
             lambda: all(len(n.peer.context.views.newest.members) == count for n in self.nodes),
             30,
             "a view of all",
         )
+
+    async def add(self):
+        """Start a node, which founds the run or joins it, and return it."""
+        node = Node(self, len(self.nodes))
+        self.nodes.append(node)
+        self.tasks.append(asyncio.create_task(node.live()))
+        await until(lambda: node.is_in, 30, "a node in the run")
+        return node
 
     async def end(self):
         for node in self.nodes:
@@ -142,14 +150,14 @@ class EvaluatedRun:
                 raise each
 
 
-def evaluated(count, method="diloco", every=4, **options):
+def evaluated(count, method="diloco", every=4, unable=(), **options):
     """Run a test `main(run)` of `count` nodes in virtual time."""
 
     def decorate(main):
         def test():
             async def whole():
                 usual = {"period": 4} if method == "diloco" else {}
-                run = EvaluatedRun(method, every, usual | options)
+                run = EvaluatedRun(method, every, usual | options, unable)
                 await run.start(count)
                 await main(run)
                 await run.end()

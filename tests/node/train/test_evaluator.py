@@ -5,6 +5,7 @@ import asyncio
 import logging
 
 import pytest
+import torch
 from worlds.evaluated_run import evaluated
 from worlds.waiting import until
 
@@ -74,6 +75,35 @@ def test_a_node_without_the_text_passes_its_turns_in_words_and_the_run_goes_on(c
         await until(
             lambda: waiting.id in {peer for _, peer in other.known.keys() - passed}, 100, "its own"
         )
+
+    main()
+
+
+@evaluated(3, unable=(0, 2))
+async def test_the_turns_of_members_that_cannot_evaluate_are_taken_by_those_that_can(run):
+    able = run.nodes[1]
+    await settled(run, 5)
+    assert {peer for node in run.nodes for _, peer in node.known} == {able.id}
+    numbers = sorted(number for number, _ in able.known)
+    assert numbers == list(range(numbers[0], numbers[-1] + 1, run.every)), "there is no gap"
+    assert [node.meter.copies for node in run.nodes if node is not able] == [0, 0]
+
+
+def test_a_node_that_runs_out_of_memory_says_so_once_and_trains_on(caplog):
+    @evaluated(1)
+    async def main(run):
+        (node,) = run.nodes
+        await until(lambda: node.known, 20, "the first value")
+
+        def full(weights):
+            node.meter.copies += 1
+            raise torch.OutOfMemoryError("no room")
+
+        node.meter.copy, copies, before = full, node.meter.copies, node.loop.step
+        await until(lambda: node.meter.copies >= copies + 3, 100, "three turns")
+        assert node.loop.step > before
+        said = [one for one in caplog.messages if "no room to evaluate the run" in one]
+        assert len(said) == 1
 
     main()
 
