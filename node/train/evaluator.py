@@ -82,13 +82,12 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         key, stride = self._first.key, self._first.stride
-        self.watch = EvaluationWatch(
-            self.peer.evaluations, self.loop.report, isinstance(self._first.group, RandomGroups)
-        )
+        alone = isinstance(self._first.group, RandomGroups)
+        self.watch = EvaluationWatch(self.peer.evaluations, self.loop.report, alone)
         schedule = EvaluationSchedule(
             key.stream, self.peer.terms.seed, self.every, key.round, stride
         )
-        self.peer.evaluations.open(schedule)
+        self.peer.evaluations.open(schedule, shared=not alone)
 
     @property
     def _first(self) -> Exchange:

@@ -2,7 +2,9 @@
 values, and a liar is seen whenever a second member was drawn."""
 
 import asyncio
+import collections
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ from worlds.evaluated_run import evaluated
 from worlds.waiting import until
 
 from farflock.node.model.evaluation import LossEstimate
+from farflock.node.train.evaluation_curve import CURVE
+from farflock.node.train.evaluation_watch import EvaluationWatch, go_on
 from farflock.node.train.evaluator import Measured, evaluation_of
+from farflock.swarm.messages import Evaluation
 from farflock.swarm.protocol import evaluation_lot
 
 
@@ -165,3 +170,33 @@ def test_a_loss_that_is_no_finite_number_is_said_to_be_none(mean):
 def test_the_standard_error_of_one_sequence_is_not_said():
     value = evaluation_of(3, 5, Measured(LossEstimate(2.0, float("inf"), 1), 1.0))
     assert (value.loss, value.standard_error, value.bits_per_byte) == (2.0, 0.0, 1.0)
+
+
+@evaluated(2)
+async def test_a_late_joiner_has_all_values_in_their_order_and_a_whole_curve(run):
+    await settled(run, 4)
+    before = run.nodes[0].known
+    late = await run.add()
+    await until(lambda: len(late.evaluations) > len(before), 60, "its records")
+    assert {place: late.known[place] for place in before} == before
+    rounds = [fields["round"] for fields in late.evaluations]
+    assert rounds == sorted(rounds)
+    assert rounds[0] == min(before)[0]
+    assert late.evaluator.watch.curve.points[: len(before) - 1]
+
+
+def test_after_a_restart_the_values_that_are_in_the_history_are_not_recorded_again():
+    told, known = [], {(number, "a"): Evaluation(number, 64, 2.0, 0.1) for number in (0, 4, 8, 12)}
+    evaluations = SimpleNamespace(
+        known=known, fresh=collections.deque(known), drawn=lambda number: ("a",), is_learning=True
+    )
+    watch = EvaluationWatch(evaluations, lambda kind, fields: told.append(fields["round"]))
+    curve = [[0, 64, 2.0, 0.1], [4, 64, 2.0, 0.1]]
+    go_on(watch, {CURVE: curve})
+    watch.look(9)
+    assert not told, "it waits for what it learns"
+    evaluations.is_learning = False
+    watch.look(9)
+    watch.look(9)
+    assert told == [8, 12]
+    assert [point.round for point in watch.curve.points] == [0, 4, 8, 12]

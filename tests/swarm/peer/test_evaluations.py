@@ -4,8 +4,7 @@ import pytest
 from worlds.herd import STREAM, in_virtual_time
 from worlds.waiting import until
 
-from farflock.swarm.messages import Evaluated, Evaluation
-from farflock.swarm.peer.evaluations import KEPT
+from farflock.swarm.messages import MAX_EVALUATIONS, Evaluated, Evaluation
 from farflock.swarm.protocol.evaluation_lot import EvaluationSchedule
 
 EVERY = 4
@@ -78,9 +77,9 @@ async def test_a_drawn_member_cannot_push_out_values_with_rounds_that_have_not_b
     schedule = EvaluationSchedule(STREAM, 7, EVERY)
     views = liar.peer.context.views
     mine = [
-        number for number in range(400, 4000, EVERY) if liar.id in schedule.drawn(views, number)
+        number for number in range(400, 8000, EVERY) if liar.id in schedule.drawn(views, number)
     ]
-    for number in mine[: 2 * KEPT]:
+    for number in mine[: 2 * MAX_EVALUATIONS]:
         herd.nodes[0].peer.context.evaluated(STREAM, liar.id, value(number))
     assert not known.known
 
