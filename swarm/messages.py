@@ -375,6 +375,14 @@ class Evaluated(_Message, frozen=True, tag="evaluated"):
     answers: bool = False
 
 
+class Measuring(_Message, frozen=True, tag="measuring"):
+    """The sender measures the weights of this round through others' servers, and has done so much
+    of it; 100 if it has ended, whatever came of it."""
+
+    round: Count
+    percent: Annotated[int, msgspec.Meta(ge=0, le=100)]
+
+
 class Ping(_Message, frozen=True, tag="ping"):
     """A request for the run time; `sent_s` comes back unchanged."""
 
@@ -484,7 +492,7 @@ LogMessage = LogQuery | Forgotten
 PairMessage = PairPropose | PairAccept | PairRefuse | PairHave | PairCommit | PairAbort
 ViewMessage = ViewQuery | Views | Join | Leave
 SnapshotMessage = StateQuery | StateOffer
-EvaluationMessage = EvaluationQuery | Evaluated
+EvaluationMessage = EvaluationQuery | Evaluated | Measuring
 TimeMessage = Ping | Pong
 CallMessage = Call | Answer | Heard | Keep
 BranchMessage = BranchAsk | BranchSign | Lineage

@@ -18,10 +18,12 @@ from farflock.swarm.messages import (
     Evaluation,
     EvaluationMessage,
     EvaluationQuery,
+    Measuring,
 )
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.past_evaluations import PastEvaluations
 from farflock.swarm.protocol.evaluation_lot import EvaluationSchedule
+from farflock.swarm.protocol.evaluation_progress import EvaluationProgress
 
 AHEAD = 4  # rounds that a member that measured may be ahead of this one
 
@@ -38,6 +40,7 @@ class Evaluations:
         self._asked: PeerId | None = None
         self.answered = False  # by the member that a visitor asked
         self._past: PastEvaluations | None = None
+        self._progress = EvaluationProgress()
         self._known: dict[EvaluationPlace, Evaluation] = {}  # of more, the newest rounds
         self._sample = (-1, "")  # a text, and the round before whose weights it was written
         # the places of values that are new here
@@ -91,11 +94,25 @@ class Evaluations:
         self.keep(value, sample)
         self._tell(value, sample)
 
+    def say_progress(self, number: int, percent: int) -> None:
+        """Tell all members, from time to time, how much of an evaluation through others' servers is
+        done; 100 at its end."""
+        if self._progress.is_said(percent, self._context.now()):
+            self._send(Measuring(number, percent))
+
+    def is_another_under_way(self, number: int) -> bool:
+        """Return whether another member's evaluation of an earlier round makes progress."""
+        view, context = self._context.views.newest, self._context
+        self._progress.forget(lambda peer: not (context.gone(view, peer) or context.left(peer)))
+        return self._progress.is_before(number, context.now())
+
     def receive(self, sender: PeerId, incarnation: int, message: EvaluationMessage) -> None:
         """Answer a query, or take in a member's word."""
         if isinstance(message, EvaluationQuery):
             known = tuple((peer, value) for (_, peer), value in self.known.items())
             self._context.send(sender, Evaluated(known, self.sample, answers=True))
+        elif isinstance(message, Measuring):
+            self._take_progress(sender, incarnation, message)
         elif self._asked is not None:
             self._take_answer(sender, message)
         elif message.answers:
@@ -145,6 +162,13 @@ class Evaluations:
             self._take_sample(value, message.sample)
             if self._schedule is not None and self._schedule.stage is not None:
                 self._take(sender, value)
+
+    def _take_progress(self, sender: PeerId, incarnation: int, word: Measuring) -> None:
+        member = self._context.views.newest.index(sender, incarnation) is not None
+        if member and self._may_measure(sender, word.round):
+            self._progress.hear(sender, word, self._context.now())
+        else:
+            self._context.drop("evaluation by somebody else")
 
     def _decided(self, stream: str, member: PeerId, value: Evaluation) -> None:
         """Take in a value of a close list."""

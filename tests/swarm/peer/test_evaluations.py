@@ -135,3 +135,19 @@ async def test_a_trainers_word_counts_in_a_pipeline_alone(herd):
     assert not known.known, "here the close list says it"
     known.receive("stranger", life, Evaluated((("stranger", value(number)),)))
     assert herd.nodes[0].peer.context.counters["dropped: evaluation of a stranger"]
+
+
+@in_virtual_time(3)
+async def test_a_drawn_members_evaluation_is_known_to_be_under_way_until_it_ends(herd):
+    opened(herd)
+    number, (first, *_), (other, second, *_) = due(herd)
+    await reached(herd, number - 1)
+    known = other.peer.evaluations
+    second.peer.evaluations.say_progress(number, 0)
+    await until(lambda: other.peer.context.counters["dropped: evaluation by somebody else"], 10)
+    assert not known.is_another_under_way(number + EVERY)
+    first.peer.evaluations.say_progress(number, 0)
+    await until(lambda: known.is_another_under_way(number + EVERY), 10, "the begin")
+    assert not first.peer.evaluations.is_another_under_way(number + EVERY), "its own"
+    first.peer.evaluations.say_progress(number, 100)
+    await until(lambda: not known.is_another_under_way(number + EVERY), 10, "the end")
