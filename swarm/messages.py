@@ -25,7 +25,7 @@ MAX_CODECS = 16  # readable by one peer
 MAX_RECORD_BYTES = 4096
 MAX_STAGES = 1024
 MAX_LOSS = 1e6  # in nats a token or bits a byte
-MAX_EVALUATIONS = 8  # in one message
+MAX_EVALUATIONS = 256  # that a peer keeps, and that one message has
 MAX_SAMPLE_CHARS = 400
 MAX_HELD_CHUNKS = 1 << 16  # of data that one answer speaks of
 
@@ -361,17 +361,26 @@ class StateOffer(_Message, frozen=True, tag="state"):
 
 
 class EvaluationQuery(_Message, frozen=True, tag="evaluations?"):
-    """A request for the run's last evaluations."""
+    """A request for the run's last evaluations, of a visitor or of a member that is new."""
 
 
 class Evaluated(_Message, frozen=True, tag="evaluated"):
-    """Evaluations, each with its member: the answer to a query, or of a member that makes no offers
-    its own. `sample` is a text that the weights of the last one wrote."""
+    """Evaluations, each with its member: those that the sender knows, if this `answers` a query, or
+    else its own new one. `sample` is a text that the weights of the last one wrote."""
 
     evaluations: Annotated[
         tuple[tuple[Name, Evaluation], ...], msgspec.Meta(max_length=MAX_EVALUATIONS)
     ]
     sample: Annotated[str, msgspec.Meta(max_length=MAX_SAMPLE_CHARS)] = ""
+    answers: bool = False
+
+
+class Measuring(_Message, frozen=True, tag="measuring"):
+    """The sender measures the weights of this round through others' servers, and has done so much
+    of it; 100 if it has ended, whatever came of it."""
+
+    round: Count
+    percent: Annotated[int, msgspec.Meta(ge=0, le=100)]
 
 
 class Ping(_Message, frozen=True, tag="ping"):
@@ -483,7 +492,7 @@ LogMessage = LogQuery | Forgotten
 PairMessage = PairPropose | PairAccept | PairRefuse | PairHave | PairCommit | PairAbort
 ViewMessage = ViewQuery | Views | Join | Leave
 SnapshotMessage = StateQuery | StateOffer
-EvaluationMessage = EvaluationQuery | Evaluated
+EvaluationMessage = EvaluationQuery | Evaluated | Measuring
 TimeMessage = Ping | Pong
 CallMessage = Call | Answer | Heard | Keep
 BranchMessage = BranchAsk | BranchSign | Lineage

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from farflock.node.model.evaluation import HeldOut
 from farflock.node.pipeline.passes.edges import Edges
@@ -24,6 +25,7 @@ from farflock.node.train.evaluator import Measured, evaluation_of
 from farflock.swarm.paths.policy import fixed
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.protocol.evaluation_lot import EvaluationSchedule
+from farflock.swarm.protocol.evaluation_progress import ENDED
 
 LOOK_EVERY_S = 0.25  # at the rounds of the first stage, and at what others measured
 FIRST = 0  # the stage whose rounds evaluations follow
@@ -69,9 +71,14 @@ class PathEvaluator:
             number = self._due()
             if number != self._looked:
                 self._looked = number
-                if self.peer.evaluations.is_mine(number) and await self._is_whole(number):
+                if self._begins(number) and await self._is_whole(number):
                     await self._evaluate(number)
             await asyncio.sleep(LOOK_EVERY_S)
+
+    def _begins(self, number: int) -> bool:
+        """Return whether this node is drawn, and none measures an earlier round."""
+        evaluations = self.peer.evaluations
+        return evaluations.is_mine(number) and not evaluations.is_another_under_way(number)
 
     def _begun(self) -> int:
         """Return the first stage's round that is not over."""
@@ -92,8 +99,11 @@ class PathEvaluator:
         return True
 
     async def _evaluate(self, number: int) -> None:
-        tokens = self.stage_directory.tokens()
-        found = await self.meter.measure()
+        tokens, say = self.stage_directory.tokens(), self.peer.evaluations.say_progress
+        try:
+            found = await self.meter.measure(partial(say, number))
+        finally:
+            say(number, ENDED)
         if found is not None:
             measured = Measured(found.estimate, found.bits_per_byte)
             self.peer.evaluations.tell(evaluation_of(number, tokens, measured))

@@ -66,6 +66,7 @@ class MachineOptions:
     disk: int | None = None  # bytes that all of its files may take
     data_cache: int = DATA_CACHE_BYTES  # of shards that were fetched, unless `disk` says more
     disk_plan: DiskPlan | None = None  # what the disk is given to, once the run is known
+    evaluates: bool = True  # has room to evaluate the run, so that it can be drawn for that
 
 
 def identity_of(folder: RunFolder) -> Identity:

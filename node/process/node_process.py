@@ -69,7 +69,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.record import unseal
-from farflock.swarm.roles import EVERY, NOTHING, role_of
+from farflock.swarm.roles import EVERY, NOTHING, UNMEASURED, role_of
 from farflock.swarm.tasks import cancel
 from farflock.swarm.zmq.links import ZmqLinks
 
@@ -177,7 +177,8 @@ async def travelling(
     part = node.member
     data.stop_with(lambda: part.stopping)
     node.data = data
-    async with data.travelling(part.peer, known, node.founder, evaluates=part.evaluates):
+    evaluates = part.evaluates and node.machine.evaluates
+    async with data.travelling(part.peer, known, node.founder, evaluates=evaluates):
         yield
 
 
@@ -417,7 +418,8 @@ class _Entrant:
     def peer(self, stage: int) -> Peer:
         """Return the peer, with its record as a server of this stage."""
         run, links, exchange = self.run, self.links, self.manifest.exchange
-        incarnation = unseal(links.record(role=role_of(stage)), run).incarnation
+        role = role_of(stage if self.machine.evaluates else UNMEASURED)
+        incarnation = unseal(links.record(role=role), run).incarnation
         peer = Peer(
             RunTerms(run, self.manifest.run.seed, exchange.view_s, exchange.branch_after_s),
             self.identity,

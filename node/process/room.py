@@ -4,6 +4,7 @@ reckoned, and then tried.
 It is known before a founder opens its run, and before a joiner downloads anything of its state.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from farflock.node.run.manifest import Manifest
 from farflock.node.run.memory import (
     Exchanged,
     StepChoices,
+    evaluation_room,
     kept_outer,
     min_device_bytes,
     needed_shard_bytes,
@@ -35,6 +37,8 @@ from farflock.node.state.outer_files import OuterFiles
 from farflock.node.train.run_size import exchanged
 from farflock.optimizers.catalog import method
 from farflock.swarm.compute import Worker
+
+log = logging.getLogger(__name__)
 
 
 def with_room(
@@ -82,8 +86,9 @@ def _stages(machine: MachineOptions, manifest: Manifest) -> Sequence[int] | None
 def _with_memory(
     machine: MachineOptions, manifest: Manifest, error: type[FarflockError]
 ) -> MachineOptions:
-    """Return the machine with the place of the method's state chosen, as `with_room` does."""
-    plan, computing = manifest.plan(), _computing(machine, manifest)
+    """Return the machine with the place of the method's state chosen, as `with_room` does; if
+    possible where there is room to evaluate the run too."""
+    plan, computing = manifest.plan(), choices_of(machine.step_options, machine.device)
     made, in_stages = method(plan.method, **plan.options), manifest.pipeline is not None
     require_moments(plan.method, made, plan.inner, computing.moments, in_stages)
     if in_stages:
@@ -103,7 +108,8 @@ def _with_memory(
     beside = _exchanged(manifest)
     # A node of a shared model keeps nothing on its device but its shard.
     home = machine.device if machine.ranks is None else None
-    machine = replace(machine, outer=kept_outer(machine.outer, plan, beside, computing, home))
+    wanted = computing._replace(evaluates=manifest.evaluation.every > 0)
+    machine = replace(machine, outer=kept_outer(machine.outer, plan, beside, wanted, home))
     require_memory(plan, error, machine.outer, beside, computing)
     if computing.on_device and machine.ranks is not None:
         _require_shard(plan, machine.device, error, machine.ranks.count)
@@ -139,13 +145,15 @@ async def fitted(
     machine: MachineOptions, manifest: Manifest, error: type[FarflockError]
 ) -> MachineOptions:
     """Return the machine with what true steps have shown: the number of sequences that its device
-    computes at once, and whether it has to compute layers again for that. Raise `error` if there is
-    no room even for one.
+    computes at once, whether it has to compute layers again for that, and whether there is room to
+    evaluate the run. Raise `error` if there is no room even for one.
 
     A CPU is not tried: systems promise more memory than they have, and end who takes it. Nor are
     several processes: one that runs out of memory leaves the others waiting."""
-    if manifest.pipeline is not None or machine.device.place.type == "cpu":
+    if manifest.pipeline is not None:
         return machine
+    if machine.device.place.type == "cpu":
+        return _evaluating(machine, manifest)
     if machine.ranks is not None:
         options = reckoned(
             manifest.plan(), machine.device, machine.step_options, machine.ranks.count
@@ -156,9 +164,28 @@ async def fitted(
     found = await trial(partial(fitting, plan, machine.device, machine.step_options, state_bytes))
     trial.close()
     if found is None:
-        terms = machine.device, exchanged, _computing(machine, manifest), state_bytes
-        raise error(*refusal(plan, *terms))
-    return replace(machine, step_options=found)
+        choices = choices_of(machine.step_options, machine.device)
+        raise error(*refusal(plan, machine.device, exchanged, choices, state_bytes))
+    return _evaluating(replace(machine, step_options=found), manifest)
+
+
+def _evaluating(machine: MachineOptions, manifest: Manifest) -> MachineOptions:
+    """Return the machine with whether it has room to evaluate the run; say it if not. Of several
+    processes the first one tries, as its share of the model says nothing of it."""
+    if not manifest.evaluation.every or machine.ranks is not None:
+        return machine
+    plan, beside, device = manifest.plan(), _exchanged(manifest), machine.device
+    choices, on_device = choices_of(machine.step_options, device), _state_beside(machine, beside)
+    needed, free = evaluation_room(plan, beside, choices, machine.outer, device, on_device)
+    if needed <= free:
+        return machine
+    log.warning(
+        "this node trains, but leaves the evaluations of the run to other members: they would take"
+        " about %s MB of memory in all, and %s MB are free; to take part, close other programs and"
+        " start it again",
+        *(f"{size / 1e6:,.0f}" for size in (needed, free)),
+    )
+    return replace(machine, evaluates=False)
 
 
 def reckoned(plan: RunPlan, device: Device, options: StepOptions, count: int) -> StepOptions:
@@ -181,11 +208,6 @@ def reckoned(plan: RunPlan, device: Device, options: StepOptions, count: int) ->
 def _state_beside(machine: MachineOptions, exchanged: Exchanged) -> int:
     """Return the bytes of the method's state on the device."""
     return state_on_device(exchanged) if machine.outer == "device" else 0
-
-
-def _computing(machine: MachineOptions, manifest: Manifest) -> StepChoices:
-    choices = choices_of(machine.step_options, machine.device)
-    return choices._replace(evaluates=manifest.evaluation.every > 0)
 
 
 def choices_of(options: StepOptions, device: Device) -> StepChoices:

@@ -79,8 +79,8 @@ def needed_bytes(plan: RunPlan, exchanged: Exchanged, computing: StepChoices = W
     The program's own memory comes on top. Weights, gradients, moments, the method's state, the
     payloads, and what a checkpoint copies of all that it writes; it expands smaller moments. Per
     token of the sequences that are computed at once: what the backward pass reads again (ten widths
-    and four hidden widths a layer, attention, and the logits). A node that evaluates the run takes
-    a copy of the weights and forward passes instead, since it takes no steps meanwhile.
+    and four hidden widths a layer, attention, and the logits). A node that is drawn to evaluate the
+    run takes a copy of the weights and forward passes instead, since it takes no steps meanwhile.
 
     If the model is on a device, the host holds copies of its tensors while it builds the model and
     while a checkpoint is written."""
@@ -214,16 +214,13 @@ def require_memory(
     """Raise `error`, with the numbers, if the run takes more memory than this machine has free; the
     method's state can be on the disk or the device."""
     exchanged = exchanged or Exchanged()
-    state, pending = exchanged.state_bytes, exchanged.pending_bytes
-    elsewhere = {"host": 0, "disk": state, "device": state + pending}[
-        kept_outer(outer, plan, exchanged, computing)
-    ]
-    needed, free = needed_bytes(plan, exchanged, computing) - elsewhere, _free_bytes()
+    place = kept_outer(outer, plan, exchanged, computing)
+    needed, free = _host_bytes(plan, exchanged, computing, place), _free_bytes()
     if needed > free:
         disk = "keep the outer state on the disk (--outer disk), "
         remedy = disk if outer == "host" and exchanged.state_bytes else ""
-        least = computing._replace(micro_batch=1)
-        if not computing.on_device and needed_bytes(plan, exchanged, least) - elsewhere <= free:
+        least = _host_bytes(plan, exchanged, computing._replace(micro_batch=1), place)
+        if not computing.on_device and least <= free:
             remedy += "compute fewer sequences at once (--micro-batch 1), "
         why = (
             f"training its {plan.model.parameters():,} parameters takes about"
@@ -234,6 +231,34 @@ def require_memory(
             why,
             f"{remedy}close programs, or use a larger machine",
         )
+
+
+def _host_bytes(
+    plan: RunPlan, exchanged: Exchanged, computing: StepChoices, outer: OuterPlace
+) -> int:
+    """Return the host's bytes that training takes with the method's state at this place."""
+    state, pending = exchanged.state_bytes, exchanged.pending_bytes
+    elsewhere = {"host": 0, "disk": state, "device": state + pending}[outer]
+    return needed_bytes(plan, exchanged, computing) - elsewhere
+
+
+def evaluation_room(
+    plan: RunPlan,
+    exchanged: Exchanged,
+    computing: StepChoices,
+    outer: OuterPlace,
+    device: Device,
+    beside_bytes: int = 0,
+) -> tuple[int, int]:
+    """Return the bytes that a node which evaluates the run takes where its model is, and those that
+    are free there, before anything is kept. `beside_bytes` are those of the method's state on the
+    device."""
+    measuring = computing._replace(evaluates=True)
+    if not computing.on_device:
+        place = kept_outer(outer, plan, exchanged, measuring)
+        return _host_bytes(plan, exchanged, measuring, place), _free_bytes()
+    needed = _kept_bytes(plan, measuring) + evaluation_bytes(plan, measuring) + beside_bytes
+    return needed, device.memory()[0]
 
 
 def require_device_memory(

@@ -26,6 +26,7 @@ class EvaluationWatch:
     alone: bool = False
     difference: str = ""  # between two members' values for the same weights, in words
     curve: EvaluationCurve = field(default_factory=EvaluationCurve)
+    recorded: int = -1  # the last round that an earlier life of this node has recorded
     _differing: int = field(default=-1, init=False)  # the last round whose values were apart
 
     @property
@@ -41,14 +42,17 @@ class EvaluationWatch:
         return peer, there[peer]
 
     def look(self, step: int) -> None:
-        """Record the values that are new; `step` is this node's own."""
-        fresh = self.evaluations.fresh
-        while fresh:
-            number, peer = place = fresh.popleft()
-            value = self.evaluations.known.get(place)
-            if value is not None:
+        """Record the values that are new, those from before this node came first; `step` is this
+        node's own."""
+        fresh, known = self.evaluations.fresh, self.evaluations.known
+        if not fresh or self.evaluations.is_learning:
+            return
+        for number, peer in sorted(fresh):
+            value = known.get((number, peer))
+            if value is not None and number > self.recorded:
                 self._record(step, peer, value)
                 self._compare(number)
+        fresh.clear()
 
     def _record(self, step: int, peer: PeerId, value: Evaluation) -> None:
         first, *_ = (*self.evaluations.drawn(value.round), peer)
@@ -91,6 +95,7 @@ def go_on(watch: EvaluationWatch | None, meta: Mapping[str, Any]) -> None:
     """Let a node's curve, if it has one, go on from a checkpoint's."""
     if watch is not None:
         watch.curve.resume(meta)
+        watch.recorded = watch.curve.points[-1].round if watch.curve.points else -1
 
 
 def _agree(values: Sequence[Evaluation]) -> bool:

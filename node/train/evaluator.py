@@ -78,16 +78,16 @@ class Evaluator:
     is_over: Callable[[], bool] = lambda: False
     watch: EvaluationWatch = field(init=False)
     _looked: int = field(default=-1, init=False)  # the last round that was looked at
+    _said: bool = field(default=False, init=False)  # that there is no room
 
     def __post_init__(self) -> None:
         key, stride = self._first.key, self._first.stride
-        self.watch = EvaluationWatch(
-            self.peer.evaluations, self.loop.report, isinstance(self._first.group, RandomGroups)
-        )
+        alone = isinstance(self._first.group, RandomGroups)
+        self.watch = EvaluationWatch(self.peer.evaluations, self.loop.report, alone)
         schedule = EvaluationSchedule(
             key.stream, self.peer.terms.seed, self.every, key.round, stride
         )
-        self.peer.evaluations.open(schedule)
+        self.peer.evaluations.open(schedule, shared=not alone)
 
     @property
     def _first(self) -> Exchange:
@@ -124,7 +124,9 @@ class Evaluator:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            log.warning("this node has no room to evaluate the run: %s", error)
+            if not self._said:
+                self._said = True
+                log.warning("this node has no room to evaluate the run, and trains on: %s", error)
             return
         if found is None:
             return

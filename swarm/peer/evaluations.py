@@ -2,7 +2,8 @@
 
 A drawn member puts what it measured into its next offer, and the close list of that round repeats
 it to all. A member that makes no offers sends it to the others instead. Values of members that were
-not drawn do not count. Among pairs each member knows only its own.
+not drawn do not count. A member that comes later asks for the values from before it came
+(swarm/peer/past_evaluations.py). Among pairs each member knows only its own.
 """
 
 import collections
@@ -17,11 +18,13 @@ from farflock.swarm.messages import (
     Evaluation,
     EvaluationMessage,
     EvaluationQuery,
+    Measuring,
 )
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.past_evaluations import PastEvaluations
 from farflock.swarm.protocol.evaluation_lot import EvaluationSchedule
+from farflock.swarm.protocol.evaluation_progress import EvaluationProgress
 
-KEPT = 64  # values; the oldest rounds are forgotten
 AHEAD = 4  # rounds that a member that measured may be ahead of this one
 
 EvaluationPlace = tuple[int, PeerId]  # the round, and who measured
@@ -36,15 +39,18 @@ class Evaluations:
         self._schedule: EvaluationSchedule | None = None
         self._asked: PeerId | None = None
         self.answered = False  # by the member that a visitor asked
-        self._known: dict[EvaluationPlace, Evaluation] = {}
+        self._past: PastEvaluations | None = None
+        self._progress = EvaluationProgress()
+        self._known: dict[EvaluationPlace, Evaluation] = {}  # of more, the newest rounds
         self._sample = (-1, "")  # a text, and the round before whose weights it was written
         # the places of values that are new here
-        self.fresh: collections.deque[EvaluationPlace] = collections.deque(maxlen=KEPT)
+        self.fresh: collections.deque[EvaluationPlace] = collections.deque(maxlen=MAX_EVALUATIONS)
         context.evaluated = self._decided
 
-    def open(self, schedule: EvaluationSchedule) -> None:
-        """Take part from now on."""
+    def open(self, schedule: EvaluationSchedule, *, shared: bool = True) -> None:
+        """Take part from now on; unless values are `shared`, each member has its own alone."""
         self._schedule = schedule
+        self._past = PastEvaluations(self._context) if shared else None
 
     def look_on(self, member: PeerId) -> None:
         """Ask a member, and believe it: for a visitor, which knows no schedule."""
@@ -88,17 +94,58 @@ class Evaluations:
         self.keep(value, sample)
         self._tell(value, sample)
 
+    def say_progress(self, number: int, percent: int) -> None:
+        """Tell all members, from time to time, how much of an evaluation through others' servers is
+        done; 100 at its end."""
+        if self._progress.is_said(percent, self._context.now()):
+            self._send(Measuring(number, percent))
+
+    def is_another_under_way(self, number: int) -> bool:
+        """Return whether another member's evaluation of an earlier round makes progress."""
+        view, context = self._context.views.newest, self._context
+        self._progress.forget(lambda peer: not (context.gone(view, peer) or context.left(peer)))
+        return self._progress.is_before(number, context.now())
+
     def receive(self, sender: PeerId, incarnation: int, message: EvaluationMessage) -> None:
         """Answer a query, or take in a member's word."""
         if isinstance(message, EvaluationQuery):
-            last = [(peer, value) for (_, peer), value in self.known.items()][-MAX_EVALUATIONS:]
-            self._context.send(sender, Evaluated(tuple(last), self.sample))
+            known = tuple((peer, value) for (_, peer), value in self.known.items())
+            self._context.send(sender, Evaluated(known, self.sample, answers=True))
+        elif isinstance(message, Measuring):
+            self._take_progress(sender, incarnation, message)
         elif self._asked is not None:
             self._take_answer(sender, message)
+        elif message.answers:
+            if self._past is not None:
+                self._past.receive(sender, message)
         elif self._context.views.newest.index(sender, incarnation) is not None:
             self._take_word(sender, message)
         else:
             self._context.drop("evaluation of a stranger")
+
+    @property
+    def is_learning(self) -> bool:
+        """True until the values from before this peer came are known."""
+        return self._past is not None and not self._past.is_over
+
+    def tick(self) -> None:
+        """Ask for the values from before this peer came, once it knows how far the run is, and take
+        in those of members that were drawn."""
+        schedule = self._schedule
+        if schedule is None or self._past is None:
+            return
+        past = self._past.tick(may_ask=self._newest(schedule.stream) >= schedule.first)
+        if past is not None:
+            for peer, value in past.evaluations:
+                self._learn(peer, value, past.sample)
+
+    def _learn(self, peer: PeerId, value: Evaluation, sample: str) -> None:
+        """Keep a value that most members say, if its member was drawn."""
+        if self._may_measure(peer, value.round):
+            self._take(peer, value)
+            self._take_sample(value, sample)
+        else:
+            self._context.drop("evaluation by somebody else")
 
     def _take_answer(self, sender: PeerId, message: Evaluated) -> None:
         if sender == self._asked:
@@ -109,12 +156,19 @@ class Evaluations:
 
     def _take_word(self, sender: PeerId, message: Evaluated) -> None:
         for peer, value in message.evaluations[:1]:
-            if peer != sender or not self._may_say(sender, value):
+            if peer != sender or not self._may_measure(sender, value.round):
                 self._context.drop("evaluation by somebody else")
                 return
             self._take_sample(value, message.sample)
             if self._schedule is not None and self._schedule.stage is not None:
                 self._take(sender, value)
+
+    def _take_progress(self, sender: PeerId, incarnation: int, word: Measuring) -> None:
+        member = self._context.views.newest.index(sender, incarnation) is not None
+        if member and self._may_measure(sender, word.round):
+            self._progress.hear(sender, word, self._context.now())
+        else:
+            self._context.drop("evaluation by somebody else")
 
     def _decided(self, stream: str, member: PeerId, value: Evaluation) -> None:
         """Take in a value of a close list."""
@@ -123,27 +177,29 @@ class Evaluations:
         schedule = self._schedule
         if schedule is None or schedule.stream != stream:
             return
-        if self._may_say(member, value):
+        if self._may_measure(member, value.round):
             self._take(member, value)
         else:
             self._context.drop("evaluation by somebody else")
 
-    def _may_say(self, member: PeerId, value: Evaluation) -> bool:
-        """Return whether the value is one of a drawn member, for a round that has begun."""
+    def _may_measure(self, member: PeerId, number: int) -> bool:
+        """Return whether a member is drawn for a round, and that has begun."""
         schedule = self._schedule
         if schedule is None:
             return False
         last = self._newest(schedule.stream) + AHEAD * schedule.stride
-        return value.round <= last and member in self.drawn(value.round)
+        return number <= last and member in self.drawn(number)
 
     def _take(self, member: PeerId, value: Evaluation) -> None:
         """Keep a value; of two of one member for one round, the first."""
         place = value.round, member
-        if place in self._known or (len(self._known) == KEPT and place < min(self._known)):
+        if place in self._known or (
+            len(self._known) == MAX_EVALUATIONS and place < min(self._known)
+        ):
             return
         self._known[place] = value
         self.fresh.append(place)
-        while len(self._known) > KEPT:
+        while len(self._known) > MAX_EVALUATIONS:
             del self._known[min(self._known)]
 
     def _take_sample(self, value: Evaluation, sample: str) -> None:
@@ -153,7 +209,9 @@ class Evaluations:
             self._sample = value.round, "".join(shown)
 
     def _tell(self, value: Evaluation, sample: str) -> None:
-        word = Evaluated(((self._context.me, value),), sample)
+        self._send(Evaluated(((self._context.me, value),), sample))
+
+    def _send(self, word: EvaluationMessage) -> None:
         for peer in self._context.views.newest.peers:
             if peer != self._context.me:
                 self._context.send(peer, word)

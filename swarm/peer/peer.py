@@ -308,6 +308,7 @@ class Peer:
                 self.rounds.tick()
                 self.tallies.tick()
                 self.absences.tick()
+                self.evaluations.tick()
                 self.loads.tick()
                 self.codec_offers.tick()
             await self.ticks.wait()

@@ -52,8 +52,8 @@ class EvaluationSchedule:
         return drawn[: 2 if self.is_repeated(number) else 1]
 
     def _able(self, view: View) -> list[PeerId]:
-        """Return the members that can evaluate: those with the whole model; in a pipeline those
-        without a stage of their own or, if there are none, all."""
+        """Return the members that can evaluate: those with the whole model and the room; in a
+        pipeline those without a stage of their own or, if there are none, all."""
         roles = (EVERY,) if self.stage is None else (NOTHING, EVERY)
         able = [member.peer for member in view.members if member.stage in roles]
         return able if able or self.stage is None else list(view.peers)

@@ -36,7 +36,7 @@ from farflock.swarm.messages import (
 from farflock.swarm.protocol import axes
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, highest, reaches
 from farflock.swarm.protocol.decide import is_certified
-from farflock.swarm.roles import EVERY, NOTHING
+from farflock.swarm.roles import EVERY, UNMEASURED
 
 VIEW_STREAM = "#views"
 # A peer that misses more of them cannot verify the newest one, and has to join again.
@@ -51,7 +51,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     peer: Annotated[str, msgspec.Meta(max_length=64)]
     incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # same bounds as in a record
-    stage: Annotated[int, msgspec.Meta(ge=NOTHING, lt=MAX_STAGES)] = EVERY
+    stage: Annotated[int, msgspec.Meta(ge=UNMEASURED, lt=MAX_STAGES)] = EVERY
 
 
 class View(msgspec.Struct, frozen=True, array_like=True, dict=True):

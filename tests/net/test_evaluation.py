@@ -59,5 +59,10 @@ def test_two_members_and_a_visitor_have_the_same_values_and_a_sample(run, nurser
     assert visitor.returncode == 0
     found = json.loads(said.splitlines()[-1])["evaluation"]
     assert values(founder)[found["round"], found["by"]][0] == found["loss"]
-    mate.leaves()
-    founder.leaves()
+
+    before, late = values(founder), run.join("late")
+    until_real(lambda: before.keys() <= values(late).keys(), "the values from before", late.told)
+    assert all(values(late)[place] == value for place, value in before.items())
+    assert late.reaches(lambda status: status["evaluation"])
+    for node in (late, mate, founder):
+        node.leaves()

@@ -27,12 +27,14 @@ from farflock.swarm.messages import (
     MAX_CHANGES,
     MAX_CHUNK_BYTES,
     MAX_CODECS,
+    MAX_EVALUATIONS,
     MAX_HOLDERS,
     MAX_INLINE_BYTES,
     MAX_LEFT_IDS,
     MAX_MEMBERS,
     MAX_PAYLOAD_CHUNKS,
     MAX_PAYLOADS,
+    MAX_SAMPLE_CHARS,
     MAX_TRAIL,
     MAX_VALUE_BYTES,
     Accepted,
@@ -58,6 +60,7 @@ from farflock.swarm.messages import (
     Lineage,
     Load,
     LogQuery,
+    Measuring,
     Message,
     Miss,
     Offer,
@@ -128,7 +131,8 @@ SPECIMENS: tuple[Message, ...] = (
     Tally(KEY, 640),
     Away(KEY),
     EvaluationQuery(),
-    Evaluated((("p" * 52, EVALUATION),), "The king"),
+    Evaluated((("p" * 52, EVALUATION),), "The king", answers=True),
+    Measuring(40, 7),
     Load(7, 3.0, 1.5, 2**30, 60.0),
     Reads((CodecId("int4,int8", 1), CodecId("subspace:4+bf16,bf16", 7, B[:8]))),
     DataQuery(A, 65536),
@@ -191,6 +195,7 @@ def filled(kind, chance):
         "evaluation": offer.evaluation,
         "evaluations": (("p" * 52, EVALUATION),) * many,
         "sample": "ä" * chance.randrange(401),
+        "percent": chance.randrange(101),
         "ballot": ballot,
         "promised": ballot,
         "accepted": chance.choice([None, ballot]),
@@ -223,7 +228,7 @@ def filled(kind, chance):
         "sizes": offer.sizes,
         "weight": offer.weight,
         **dict.fromkeys(
-            ("ask", "over", "notes", "offered", "asks", "leave", "left"),
+            ("ask", "over", "notes", "offered", "asks", "leave", "left", "answers"),
             chance.choice([False, True]),
         ),
         "sent_s": chance.uniform(-1e9, 1e9),
@@ -328,6 +333,8 @@ def test_an_altered_message_with_a_right_checksum_is_refused_or_keeps_every_limi
 
 def test_an_evaluation_takes_at_most_64_bytes():
     longest = Evaluation(2**62, 2**62, 1e6, 1e6, 1e6)
+    said = Evaluated((("p" * 64, longest),) * MAX_EVALUATIONS, "é" * MAX_SAMPLE_CHARS, answers=True)
+    assert len(pack(Frame(2**64 - 1, said))) <= 35_000
     assert len(msgspec.msgpack.encode(longest)) <= 64
 
 
@@ -411,7 +418,8 @@ OVER_THE_LIMIT = {
     "round of an evaluation too high": limited(
         OFFER, evaluation=Evaluation(2**62 + 1, 0, 1.0, 0.1)
     ),
-    "too many evaluations": limited(Evaluated(()), evaluations=(("p", EVALUATION),) * 9),
+    "too many evaluations": limited(Evaluated(()), evaluations=(("p", EVALUATION),) * 257),
+    "more than all of an evaluation": limited(Measuring(40, 7), percent=101),
     "sample too long": limited(Evaluated(()), sample="x" * 401),
     "unknown tag": msgspec.msgpack.encode(["run", "rm -rf"]),
     "a map": msgspec.msgpack.encode({"type": "leave"}),

@@ -14,6 +14,7 @@ from farflock.node.train.driver import Driver
 from farflock.node.train.evaluator import Evaluator, Measured
 from farflock.swarm.compute import inline
 from farflock.swarm.peer.peer import RunTerms
+from farflock.swarm.roles import EVERY, UNMEASURED, role_of
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -43,7 +44,8 @@ class Node:
 
     def __init__(self, world, number):
         self.world, self.number, self.charge_s, self.events = world, number, 0.0, []
-        self.peer = peer_in(world.network, identity(number), RunTerms("run", 7, 3.0))
+        role = role_of(UNMEASURED if number in world.unable else EVERY)
+        self.peer = peer_in(world.network, identity(number), RunTerms("run", 7, 3.0), role=role)
         self.record = self.peer.membership.book.make()
         replica = world.case.replica(number)
         driver = Driver(world.case.make(), replica)
@@ -103,22 +105,28 @@ class Node:
 
 
 class EvaluatedRun:
-    """Nodes of one run."""
+    """Nodes of one run, of which those with the numbers `unable` cannot evaluate it."""
 
-    def __init__(self, method, every, options):
-        self.case, self.every = ChaosCase(method, options), every
+    def __init__(self, method, every, options, unable=()):
+        self.case, self.every, self.unable = ChaosCase(method, options), every, unable
         self.network, self.nodes, self.tasks = SimNetwork(3), [], []
 
     async def start(self, count):
-        for number in range(count):
-            self.nodes.append(Node(self, number))
-            self.tasks.append(asyncio.create_task(self.nodes[-1].live()))
-            await until(lambda: self.nodes[-1].is_in, 30, "a node in the run")
+        for _ in range(count):
+            await self.add()
         await until(
             lambda: all(len(n.peer.context.views.newest.members) == count for n in self.nodes),
             30,
             "a view of all",
         )
+
+    async def add(self):
+        """Start a node, which founds the run or joins it, and return it."""
+        node = Node(self, len(self.nodes))
+        self.nodes.append(node)
+        self.tasks.append(asyncio.create_task(node.live()))
+        await until(lambda: node.is_in, 30, "a node in the run")
+        return node
 
     async def end(self):
         for node in self.nodes:
@@ -126,14 +134,14 @@ class EvaluatedRun:
         await end(*self.tasks)
 
 
-def evaluated(count, method="diloco", every=4, **options):
+def evaluated(count, method="diloco", every=4, unable=(), **options):
     """Run a test `main(run)` of `count` nodes in virtual time."""
 
     def decorate(main):
         def test():
             async def whole():
                 usual = {"period": 4} if method == "diloco" else {}
-                run = EvaluatedRun(method, every, usual | options)
+                run = EvaluatedRun(method, every, usual | options, unable)
                 await run.start(count)
                 await main(run)
                 await run.end()

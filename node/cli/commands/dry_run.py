@@ -90,20 +90,24 @@ def size_facts(
 
     plan, pipeline = described.plan(), described.pipeline_plan()
     streams = stream_sizes(plan, pipeline)
-    computing = StepChoices(evaluates=described.evaluation.every > 0)
-    memory = (
-        [needed_bytes(plan, exchanged(plan, line.peers, streams), computing)]
-        if pipeline is None
-        else [needed_stage_bytes(plan, pipeline, stage) for stage in range(len(pipeline.stages))]
-    )
+    if pipeline is None:
+        beside, measuring = exchanged(plan, line.peers, streams), StepChoices(evaluates=True)
+        host, device = needed_bytes(plan, beside), needed_device_bytes(plan)
+        evaluates = described.evaluation.every > 0
+        measured = needed_bytes(plan, beside, measuring) if evaluates else host
+    else:
+        stages = range(len(pipeline.stages))
+        host = measured = max(needed_stage_bytes(plan, pipeline, stage) for stage in stages)
+        device = 0
     facts = [_stream_facts(stream, line) for stream in streams]
     return {
         "parameters": plan.model.parameters(),
         "shards": sum(each["shards"] for each in facts),
         "bytes_per_round": sum(each["round_bytes"] for each in facts),
         "seconds_per_round": sum(each["round_s"] for each in facts),
-        "memory_host": max(memory),
-        "memory_device": needed_device_bytes(plan, computing) if pipeline is None else 0,
+        "memory_host": host,
+        "memory_host_evaluating": measured,
+        "memory_device": device,
         **asdict(line),
         "start": _start_facts(described, line, stored_bytes),
         "streams": facts,
@@ -201,6 +205,9 @@ def size_text(facts: dict[str, Any]) -> str:
 
     needed, free_bytes = facts["memory_host"], host_memory().free
     verdict = "" if needed <= free_bytes else ", so this machine would refuse to train it"
+    measuring = facts["memory_host_evaluating"]
+    if needed <= free_bytes < measuring:
+        verdict = f", less than the {_bytes(measuring)} of a member that evaluates the run too"
     lines = [
         f"parameters {facts['parameters']:,}",
         f"memory     about {_bytes(needed)} to train the model, or its largest stage;"

@@ -9,7 +9,7 @@ Shapes: N sequences, B sequences of a microbatch, L positions."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,9 +25,9 @@ from farflock.node.pipeline.trainer.stage_directory import ServerLife, StageDire
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import CodecId
 from farflock.swarm.peer.payloads import Given, Left
+from farflock.swarm.protocol.evaluation_progress import ENDED, STALLED_S
 from farflock.swarm.tasks import cancel
 
-MEASURE_TIMEOUT_S = 1800.0  # of one evaluation
 MAX_TRIES = 256  # of one microbatch at one stage, most of them at busy servers
 MAX_WALKS = 3  # of one microbatch
 
@@ -82,9 +82,12 @@ class PathMeter:
         self._client, self._stage_directory, self._codecs = client, stage_directory, codecs
         self._held_out, self._together = held_out, together
 
-    async def measure(self) -> HeldOutLoss | None:
+    async def measure(
+        self, moved: Callable[[int], None] = lambda percent: None
+    ) -> HeldOutLoss | None:
         """Return the mean loss, which is NaN where a stage's output is not finite; say why and
-        return None if the servers do not give it."""
+        return None if the servers do not give it. `moved` is called with the percent that are done,
+        from 0 on."""
         held_out = self._held_out()
         if held_out is None:
             _give_up("the held-out text is still on its way here")
@@ -93,16 +96,16 @@ class PathMeter:
         batches = enumerate(_microbatches(held_out, self._codecs.edges.batch))
         walks = [asyncio.ensure_future(self._losses(room, *batch)) for batch in batches]
         try:
-            async with asyncio.timeout(MEASURE_TIMEOUT_S):
-                losses = torch.cat(await asyncio.gather(*walks))
+            await _ended(walks, moved)
         except _NotMeasured as reason:
             _give_up(reason)
             return None
         except TimeoutError:
-            _give_up(f"it has taken {MEASURE_TIMEOUT_S:.0f} s")
+            _give_up(f"no hundredth of it was measured within {STALLED_S:.0f} s")
             return None
         finally:
             await cancel(*walks)
+        losses = torch.cat([walk.result() for walk in walks])
         return held_out_loss(losses[: len(held_out.rows)], held_out.rows, held_out.lengths)
 
     async def _losses(
@@ -199,6 +202,21 @@ class PathMeter:
         stand.overflows |= isinstance(asked.answer, NotFinite)
         if not isinstance(asked.answer, Busy):
             stand.useless.add(server.peer)
+
+
+async def _ended(walks: Sequence[asyncio.Future[Tensor]], moved: Callable[[int], None]) -> None:
+    """Wait until all microbatches are measured, and tell how many percent are; raise `TimeoutError`
+    if they do not become more for too long."""
+    now, before = asyncio.get_running_loop().time, 0
+    moved(before)
+    async with asyncio.timeout(STALLED_S) as limit:
+        for done, walk in enumerate(asyncio.as_completed(walks), 1):
+            await walk
+            percent = 100 * done // len(walks)
+            if before < percent < ENDED:  # the caller says the end
+                limit.reschedule(now() + STALLED_S)
+                moved(percent)
+            before = percent
 
 
 def _give_up(why: object) -> None:

@@ -2,6 +2,7 @@
 model, all members know the same values, and no gradient and no account is another for it."""
 
 import asyncio
+import itertools
 import math
 
 import pytest
@@ -17,6 +18,7 @@ from farflock.node.pipeline.passes.requests import HeldOutForward
 from farflock.node.run.terms import Asynchronous, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PeerRole, PipelineWorld, parts
 from farflock.optimizers.parts.stateful import evaluated_weights
+from farflock.swarm.protocol.evaluation_progress import ENDED
 from farflock.swarm.roles import EVERY
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
@@ -148,6 +150,34 @@ def test_training_goes_on_while_a_long_evaluation_is_under_way():
     one.run(counted)
     assert found[1] - found[0] >= 20
     assert newest(one).round == 0
+
+
+def test_one_that_outlasts_many_rounds_is_made_once_and_keeps_others_from_beginning():
+    one = evaluated(parts(3, 1, 2), steps=18)
+    long = HeldOut(ROWS.repeat(5, axis=0))
+    one.evaluations, made, said = (1, long), one.watch, []
+
+    def listening(number, node):
+        made(number, node)
+        say = node.peer.evaluations.say_progress
+
+        def heard(round_number, percent):
+            said.append((asyncio.get_running_loop().time(), number, round_number, percent))
+            say(round_number, percent)
+
+        node.peer.evaluations.say_progress = heard
+
+    one.watch = listening
+    one.run().check()
+    begins = [(at, who, number) for at, who, number, percent in said if percent == 0]
+    ends = [(at, who, number) for at, who, number, percent in said if percent == ENDED]
+    assert len(ends) >= 4
+    assert len({who for _, who, _ in begins}) > 1, "another one is drawn in between"
+    for (ended_s, who, number), (begun_s, *_) in zip(ends, begins[1:], strict=False):
+        assert begun_s >= ended_s, f"another began while peer {who} measured round {number}"
+    rounds = [number for _, _, number in begins]
+    assert min(late - early for early, late in itertools.pairwise(rounds)) >= 3
+    assert sorted(number for number, _ in told(one)[0])[:3] == rounds[:3], "none is lost"
 
 
 def test_of_a_method_with_outer_parameters_these_are_measured_and_no_inner_steps():

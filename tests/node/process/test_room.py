@@ -22,7 +22,9 @@ from farflock.node.run.invite import parse
 from farflock.node.run.manifest import resolve
 from farflock.node.run.memory import (
     StepChoices,
+    evaluation_room,
     min_device_bytes,
+    needed_bytes,
     needed_device_bytes,
     needed_shard_bytes,
     state_on_device,
@@ -30,6 +32,7 @@ from farflock.node.run.memory import (
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.run_size import exchanged
 from farflock.node.train.task import NoRoom
+from farflock.swarm.roles import UNMEASURED
 
 pytestmark = pytest.mark.net
 
@@ -140,6 +143,61 @@ def test_a_cpu_is_not_tried(machine):
     for wanted in (None, 2):
         here = machine(Device(), step_options=StepOptions(micro_batch=wanted))
         assert asyncio.run(fitted(here, manifest(), Failure)) is here
+
+
+def free_bytes(monkeypatch, count):
+    """Let this much of the host's memory be free."""
+    free = SimpleNamespace(available=count, total=count)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+
+
+def placed(there, run):
+    return asyncio.run(fitted(with_room(there, run, Failure), run, Failure))
+
+
+def test_a_node_that_has_room_to_train_alone_trains_and_says_once_that_others_evaluate(
+    machine, monkeypatch, caplog
+):
+    run, here = manifest(batch=1), machine(Device())
+    needed = needed_bytes(run.plan(), exchanged(run.plan(), 2))
+    measuring = StepChoices(evaluates=True)
+    more = needed_bytes(run.plan(), exchanged(run.plan(), 2), measuring)
+    assert more > needed
+    for free, evaluates in ((more, True), (more - 1, False), (needed, False)):
+        caplog.clear()
+        free_bytes(monkeypatch, free)
+        assert placed(here, run).evaluates is evaluates
+        said = [record for record in caplog.records if "leaves the evaluations" in record.msg]
+        assert len(said) == (not evaluates)
+        assert f"{free / 1e6:,.0f} MB are free" in (caplog.text or f"{free / 1e6:,.0f} MB are free")
+    assert placed(here, manifest(every=0, batch=1)).evaluates, "there is nothing to leave to others"
+    free_bytes(monkeypatch, needed - 1)
+    with pytest.raises(Failure, match="too large for this machine"):
+        with_room(here, run, Failure)
+
+
+def test_on_a_device_the_copy_has_to_fit_beside_what_training_keeps(card, machine):
+    there, run = machine(choose(), outer="host"), manifest(batch=1)
+    there.device.release()
+    needed, _ = evaluation_room(run.plan(), exchanged(run.plan(), 2), LEAST, "host", there.device)
+    for spare, evaluates in ((4000, True), (-1, False)):
+        CARD.leave_free(needed + spare)
+        assert placed(there, run).evaluates is evaluates
+
+
+@pytest.mark.ci_more
+def test_a_founder_without_the_room_is_not_drawn(machine, monkeypatch):
+    run, seen = manifest(batch=1), []
+    free_bytes(monkeypatch, needed_bytes(run.plan(), exchanged(run.plan(), 2)))
+
+    def started(node):
+        seen.append(node.member.peer)
+        node.stop()
+
+    asyncio.run(found(machine(Device()), run, started))
+    (peer,) = seen
+    assert [member.stage for member in peer.context.views.newest.members] == [UNMEASURED]
+    assert peer.evaluations.drawn(0) == ()
 
 
 def test_the_host_needs_no_room_for_activations_beside_a_device(card, machine, monkeypatch):

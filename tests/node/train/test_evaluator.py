@@ -2,14 +2,20 @@
 values, and a liar is seen whenever a second member was drawn."""
 
 import asyncio
+import collections
 import logging
+from types import SimpleNamespace
 
 import pytest
+import torch
 from worlds.evaluated_run import evaluated
 from worlds.waiting import until
 
 from farflock.node.model.evaluation import LossEstimate
+from farflock.node.train.evaluation_curve import CURVE
+from farflock.node.train.evaluation_watch import EvaluationWatch, go_on
 from farflock.node.train.evaluator import Measured, evaluation_of
+from farflock.swarm.messages import Evaluation
 from farflock.swarm.protocol import evaluation_lot
 
 
@@ -78,6 +84,35 @@ def test_a_node_without_the_text_passes_its_turns_in_words_and_the_run_goes_on(c
     main()
 
 
+@evaluated(3, unable=(0, 2))
+async def test_the_turns_of_members_that_cannot_evaluate_are_taken_by_those_that_can(run):
+    able = run.nodes[1]
+    await settled(run, 5)
+    assert {peer for node in run.nodes for _, peer in node.known} == {able.id}
+    numbers = sorted(number for number, _ in able.known)
+    assert numbers == list(range(numbers[0], numbers[-1] + 1, run.every)), "there is no gap"
+    assert [node.meter.copies for node in run.nodes if node is not able] == [0, 0]
+
+
+def test_a_node_that_runs_out_of_memory_says_so_once_and_trains_on(caplog):
+    @evaluated(1)
+    async def main(run):
+        (node,) = run.nodes
+        await until(lambda: node.known, 20, "the first value")
+
+        def full(weights):
+            node.meter.copies += 1
+            raise torch.OutOfMemoryError("no room")
+
+        node.meter.copy, copies, before = full, node.meter.copies, node.loop.step
+        await until(lambda: node.meter.copies >= copies + 3, 100, "three turns")
+        assert node.loop.step > before
+        said = [one for one in caplog.messages if "no room to evaluate the run" in one]
+        assert len(said) == 1
+
+    main()
+
+
 def test_a_liar_is_seen_with_both_names_when_a_second_member_was_drawn(monkeypatch, caplog):
     monkeypatch.setattr(evaluation_lot, "REPEATED", 1)
 
@@ -135,3 +170,33 @@ def test_a_loss_that_is_no_finite_number_is_said_to_be_none(mean):
 def test_the_standard_error_of_one_sequence_is_not_said():
     value = evaluation_of(3, 5, Measured(LossEstimate(2.0, float("inf"), 1), 1.0))
     assert (value.loss, value.standard_error, value.bits_per_byte) == (2.0, 0.0, 1.0)
+
+
+@evaluated(2)
+async def test_a_late_joiner_has_all_values_in_their_order_and_a_whole_curve(run):
+    await settled(run, 4)
+    before = run.nodes[0].known
+    late = await run.add()
+    await until(lambda: len(late.evaluations) > len(before), 60, "its records")
+    assert {place: late.known[place] for place in before} == before
+    rounds = [fields["round"] for fields in late.evaluations]
+    assert rounds == sorted(rounds)
+    assert rounds[0] == min(before)[0]
+    assert late.evaluator.watch.curve.points[: len(before) - 1]
+
+
+def test_after_a_restart_the_values_that_are_in_the_history_are_not_recorded_again():
+    told, known = [], {(number, "a"): Evaluation(number, 64, 2.0, 0.1) for number in (0, 4, 8, 12)}
+    evaluations = SimpleNamespace(
+        known=known, fresh=collections.deque(known), drawn=lambda number: ("a",), is_learning=True
+    )
+    watch = EvaluationWatch(evaluations, lambda kind, fields: told.append(fields["round"]))
+    curve = [[0, 64, 2.0, 0.1], [4, 64, 2.0, 0.1]]
+    go_on(watch, {CURVE: curve})
+    watch.look(9)
+    assert not told, "it waits for what it learns"
+    evaluations.is_learning = False
+    watch.look(9)
+    watch.look(9)
+    assert told == [8, 12]
+    assert [point.round for point in watch.curve.points] == [0, 4, 8, 12]

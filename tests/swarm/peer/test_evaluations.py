@@ -4,8 +4,7 @@ import pytest
 from worlds.herd import STREAM, in_virtual_time
 from worlds.waiting import until
 
-from farflock.swarm.messages import Evaluated, Evaluation
-from farflock.swarm.peer.evaluations import KEPT
+from farflock.swarm.messages import MAX_EVALUATIONS, Evaluated, Evaluation
 from farflock.swarm.protocol.evaluation_lot import EvaluationSchedule
 
 EVERY = 4
@@ -78,9 +77,9 @@ async def test_a_drawn_member_cannot_push_out_values_with_rounds_that_have_not_b
     schedule = EvaluationSchedule(STREAM, 7, EVERY)
     views = liar.peer.context.views
     mine = [
-        number for number in range(400, 4000, EVERY) if liar.id in schedule.drawn(views, number)
+        number for number in range(400, 8000, EVERY) if liar.id in schedule.drawn(views, number)
     ]
-    for number in mine[: 2 * KEPT]:
+    for number in mine[: 2 * MAX_EVALUATIONS]:
         herd.nodes[0].peer.context.evaluated(STREAM, liar.id, value(number))
     assert not known.known
 
@@ -136,3 +135,19 @@ async def test_a_trainers_word_counts_in_a_pipeline_alone(herd):
     assert not known.known, "here the close list says it"
     known.receive("stranger", life, Evaluated((("stranger", value(number)),)))
     assert herd.nodes[0].peer.context.counters["dropped: evaluation of a stranger"]
+
+
+@in_virtual_time(3)
+async def test_a_drawn_members_evaluation_is_known_to_be_under_way_until_it_ends(herd):
+    opened(herd)
+    number, (first, *_), (other, second, *_) = due(herd)
+    await reached(herd, number - 1)
+    known = other.peer.evaluations
+    second.peer.evaluations.say_progress(number, 0)
+    await until(lambda: other.peer.context.counters["dropped: evaluation by somebody else"], 10)
+    assert not known.is_another_under_way(number + EVERY)
+    first.peer.evaluations.say_progress(number, 0)
+    await until(lambda: known.is_another_under_way(number + EVERY), 10, "the begin")
+    assert not first.peer.evaluations.is_another_under_way(number + EVERY), "its own"
+    first.peer.evaluations.say_progress(number, 100)
+    await until(lambda: not known.is_another_under_way(number + EVERY), 10, "the end")

@@ -6,7 +6,7 @@ import pytest
 
 from farflock.swarm.protocol.evaluation_lot import REPEATED, EvaluationSchedule
 from farflock.swarm.protocol.views import Certified, Chain, Member, View, genesis
-from farflock.swarm.roles import EVERY, NOTHING
+from farflock.swarm.roles import EVERY, NOTHING, UNMEASURED
 
 FOUNDER = Member("founder", 1, EVERY)
 GENESIS = genesis("run", FOUNDER)
@@ -70,6 +70,17 @@ def test_in_a_pipeline_trainers_evaluate_and_all_members_if_there_is_none(roles,
     drawn = [schedule.drawn(views, number) for number in range(1, 60)]
     assert all(len(each) == 1 for each in drawn), "weights change while they are measured"
     assert {each[0] for each in drawn} == able
+
+
+def test_members_without_the_room_are_passed_over_and_all_other_turns_stay_as_they_are():
+    peers = tuple(
+        Member(f"peer{place}", 1, UNMEASURED if place in (3, 4) else EVERY) for place in range(8)
+    )
+    drawn = [SCHEDULE.drawn(chain(peers), number) for number in range(10, 5 * 80, 5)]
+    assert {peer for each in drawn for peer in each} == {f"peer{n}" for n in (0, 1, 2, 5, 6, 7)}
+    assert {len(each) for each in drawn} == {1, 2}, "second members too"
+    nobody = tuple(Member(f"peer{place}", 1, UNMEASURED) for place in range(3))
+    assert SCHEDULE.drawn(chain(nobody), 10) == ()
 
 
 def test_members_without_the_whole_model_are_not_drawn_for_it():

@@ -26,7 +26,7 @@ from farflock.swarm.protocol.views import (
     signature_domain,
     view_key,
 )
-from farflock.swarm.roles import NOTHING
+from farflock.swarm.roles import NOTHING, UNMEASURED
 
 RUN = "run"
 IDENTITIES = [Identity.from_seed(bytes([number]) * 32) for number in range(5)]
@@ -212,7 +212,7 @@ def test_a_stage_is_served_by_the_peers_that_said_so_and_by_every_full_replica()
     ]
 
 
-@pytest.mark.parametrize("stage", [NOTHING - 1, MAX_STAGES])
+@pytest.mark.parametrize("stage", [UNMEASURED - 1, MAX_STAGES])
 def test_a_member_of_a_stage_that_cannot_be_is_refused(stage):
     with pytest.raises(BadView):
         decode_view(encode(View(2, bytes(32), 7, (Member("a", 1, stage),))))

@@ -5,7 +5,9 @@ import socket
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from worlds.model_folder import SPLIT, write_model
@@ -68,6 +70,24 @@ def test_what_does_not_fit_the_disk_is_refused_with_both_numbers(farflock, manif
     assert code == 1
     assert "the run needs more of the disk than --disk 10.0 kB: it takes about " in err
     assert list(tmp_path.iterdir()) == [manifest]
+
+
+def test_the_dry_run_says_whether_there_is_room_to_evaluate_too(farflock, manifest, monkeypatch):
+    manifest.write_text('[model]\npreset = "tiny"\n[train]\nseq = 32\nbatch = 1\n')
+    facts = json.loads(farflock("run", manifest, "--dry-run", "--json")[1])
+    least, more = facts["memory_host"], facts["memory_host_evaluating"]
+    assert least < more
+    said = {}
+    for free in (least - 1, least, more):
+        here = SimpleNamespace(available=free, total=free)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda here=here: here)
+        out = farflock("run", manifest, "--dry-run")[1]
+        (said[free],) = [line for line in out.splitlines() if line.startswith("memory ")]
+    assert "would refuse to train it" in said[least - 1]
+    assert "of a member that evaluates the run too" in said[least]
+    assert said[more].endswith("are free here")
+    off = farflock("run", manifest, "--set", "evaluation.every=0", "--dry-run", "--json")[1]
+    assert json.loads(off)["memory_host_evaluating"] == least
 
 
 def test_the_dry_run_says_what_a_model_to_start_from_takes(farflock, manifest, tmp_path):

@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 import pytest
-from worlds.trainer_world import LIFE, STAGES, TOKENS, World, saying, silence
+from worlds.trainer_world import LIFE, STAGES, TOKENS, World, honest, saying, silence
 
 from farflock.node.model.evaluation import HeldOut, LossEstimate
 from farflock.node.pipeline.passes.requests import (
@@ -30,9 +30,10 @@ MEAN = 2.0 + (COUNT - 1) / 2  # an honest last stage says 2 and the number of th
 LAST = STAGES - 1
 
 
-def measured(world, count=COUNT, together=2):
-    """What a meter of `count` sequences finds, with no trainer beside it."""
-    column = np.arange(count)[:, None]
+def measured(world, count=COUNT, together=2, moved=lambda percent: None):
+    """What a meter of `count` sequences finds, with no trainer beside it; `moved` is told how far
+    it is."""
+    column = np.arange(count)[:, None] % 15  # of 16 tokens
     held_out = HeldOut(np.concatenate([column.repeat(TOKENS, 1), column + 1], 1))
 
     async def main():
@@ -40,7 +41,7 @@ def measured(world, count=COUNT, together=2):
         meter = PathMeter(
             client, world, EdgeCodecs(world.edges, world.of), lambda: held_out, together
         )
-        found = await meter.measure()
+        found = await meter.measure(moved)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return found
 
@@ -170,12 +171,32 @@ def test_a_walk_begins_again_where_its_codec_is_over_but_not_for_ever():
     assert len(asked(world, 0)) == module.MAX_WALKS
 
 
-def test_it_takes_only_so_long(monkeypatch):
-    monkeypatch.setattr(module, "MEASURE_TIMEOUT_S", 3.0)
-    world = World(forward_timeout_s=100.0)
-    for stage in range(STAGES):
-        world.script(f"{stage}a", HeldOutForward, silence)
-    assert measured(world) is None
+def test_it_is_given_up_once_it_makes_no_progress(monkeypatch, caplog):
+    monkeypatch.setattr(module, "STALLED_S", 3.0)
+    world, told = World(forward_timeout_s=100.0), []
+    world.script("1a", HeldOutForward, honest, silence)
+    assert measured(world, together=1, moved=told.append) is None
+    assert told == [0, 20, 40]
+    assert "no hundredth of it was measured within 3 s" in caplog.text
+
+
+def test_it_takes_as_long_as_it_makes_progress(monkeypatch):
+    monkeypatch.setattr(module, "STALLED_S", 3.0)
+    world, told = World(forward_timeout_s=2.0), []
+    world.script("1a", HeldOutForward, *[silence] * COUNT)
+
+    def moved(percent):
+        told.append((percent, asyncio.get_running_loop().time()))
+
+    assert mean(measured(world, together=1, moved=moved)) == MEAN
+    assert [percent for percent, _ in told] == [0, 20, 40, 60, 80]
+    assert told[-1][1] > 4.0
+
+
+def test_of_many_microbatches_each_hundredth_is_told_once():
+    told = []
+    measured(World(), 250, together=8, moved=told.append)
+    assert told == list(range(100))
 
 
 def test_payloads_that_stay_with_their_makers_are_dropped_in_the_end():
