@@ -4,6 +4,7 @@ The processes train one model, FSDP2's or DDP's, each on its rows of a batch. Ra
 weights and what it knows of the swarm to FOLDER/0.json, the others what they know to FOLDER/1.json.
 """
 
+import copy
 import json
 import os
 import sys
@@ -17,6 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import farflock
+from farflock.node.errors import FarflockError
 from farflock.node.library.local_swarm import _LocalDoor, local_swarm
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 
@@ -51,7 +54,7 @@ def wrapped(wrapper):
 
 def train(model, optimizer, part=0, parts=1):
     """Train with a scheduler; every other step computes its gradients in a closure."""
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    schedule = farflock.scheduled(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9))
     losses = []
     for step in range(STEPS):
 
@@ -77,9 +80,20 @@ def facts_of(optimizer):
         "peer": optimizer.peer,
         "method": optimizer.method,
         "members": len(optimizer.members),
+        "kind": type(optimizer).__name__,
         "tokens": optimizer.tokens,
+        "steps": optimizer.run_steps(),
         "round": None if round_ is None else [round_.stream, round_.number, round_.status],
     }
+
+
+def refusal(call):
+    """Return the sentence with which a call is refused."""
+    try:
+        call()
+    except FarflockError as error:
+        return str(error)
+    return ""
 
 
 def trained(wrapper, rank=0, count=1):
@@ -87,12 +101,25 @@ def trained(wrapper, rank=0, count=1):
     model = wrapped(wrapper)
     with local_swarm(1) as swarm:
         door = _LocalDoor(swarm, 0) if rank == 0 else None
+        refused = [
+            refusal(lambda: SwarmOptimizer(model, "diloco", door, perod=3)),
+            refusal(lambda: SwarmOptimizer(model, "diloco", door, inner="adamax")),
+        ]
         with SwarmOptimizer(model, "diloco", door, lr=0.05, period=PERIOD) as optimizer:
+            refused += [refusal(lambda: copy.copy(optimizer))]
             losses = train(model, optimizer, rank, count)
             saved = optimizer.state_dict()
             weights = {name: x.tolist() for name, x in optimizer.eval_params().items()}
             known = facts_of(optimizer)
-    return {"losses": losses, "weights": weights, "known": known, "swarm": bool(saved["swarm"])}
+            optimizer.finish()
+        refused += [refusal(optimizer.finish)]
+    return {
+        "losses": losses,
+        "weights": weights,
+        "known": known,
+        "swarm": bool(saved["swarm"]),
+        "refused": refused,
+    }
 
 
 def in_a_swarm(wrapper, invite=None, rank=0, count=1, greet=lambda optimizer: None):

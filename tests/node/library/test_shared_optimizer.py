@@ -82,9 +82,16 @@ def test_two_processes_train_as_one_does(start, left, one, wrapper):
         )
     assert follower["weights"] == {}
     assert leader["known"] == follower["known"] == one["known"]
+    assert leader["known"]["kind"] == "SwarmOptimizer"
     assert leader["known"]["round"][:2] == ["delta", 1]
     assert leader["swarm"]
     assert not follower["swarm"]
+    for sentence, same, other in zip(
+        one["refused"], leader["refused"], follower["refused"], strict=True
+    ):
+        assert sentence
+        assert same == sentence
+        assert sentence in other
 
 
 def test_two_processes_join_the_run_of_one_and_agree_with_it_to_the_bit(start, left, program):
