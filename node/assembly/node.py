@@ -93,6 +93,11 @@ class ReplicaNode:
         """Counters of work other than steps; a whole replica has none."""
         return {}
 
+    @property
+    def twin(self) -> str:
+        """The id of a member that sends the same updates as this node; perhaps empty."""
+        return self.loop.client.twin
+
     def waits(self) -> list[OpenWait]:
         """Return the open rounds and, at the end, the waits for peers that have not ended yet."""
         return self.peer.waits() + (self.together.waits() if self.together is not None else [])

@@ -41,6 +41,7 @@ class RankFacts(msgspec.Struct, frozen=True):
     run_steps: int = 0
     alone: bool = False
     seed: int = 0
+    twin: str = ""
     error: str = ""
 
 

@@ -262,6 +262,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self._here.peer.context.views.newest.peers
 
     @property
+    def twin(self) -> str:
+        """A member that sends the same updates as this one, as both draw the same data; or ""."""
+        return self._ranks.said.twin if self._ranks.said else self._here.loop.client.twin
+
+    @property
     def last_round(self) -> RoundReport | None:
         """The last round that was applied here, or None."""
         return self._ranks.said.last_round if self._ranks.said else self._news.last_round
@@ -400,6 +405,7 @@ def _facts_of(optimizer: SwarmOptimizer) -> RankFacts:
         optimizer.run_steps(),
         _is_alone(optimizer._here),
         optimizer.seed,
+        optimizer.twin,
     )
 
 

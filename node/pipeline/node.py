@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -60,6 +61,8 @@ class PipelineNode:
     `stage` is the stage that it serves: `NOTHING` for none, `EVERY` for a full replica. It
     trains if it is given `tokens`, the run's text, in which it begins at `start`. `saved` holds its
     last checkpoints, by stage."""
+
+    twin: ClassVar[str] = ""  # no two servers of a stage have the same work
 
     def __init__(
         self,

@@ -81,10 +81,18 @@ def facts_of(optimizer):
         "method": optimizer.method,
         "members": len(optimizer.members),
         "kind": type(optimizer).__name__,
+        "twin": optimizer.twin,
         "tokens": optimizer.tokens,
         "steps": optimizer.run_steps(),
         "round": None if round_ is None else [round_.stream, round_.number, round_.status],
     }
+
+
+def scaled(model, factor):
+    """Change weights outside of a step."""
+    with torch.no_grad():
+        for entry in model.parameters():
+            entry.mul_(factor)
 
 
 def refusal(call):
@@ -107,6 +115,7 @@ def trained(wrapper, rank=0, count=1):
         ]
         with SwarmOptimizer(model, "diloco", door, lr=0.05, period=PERIOD) as optimizer:
             refused += [refusal(lambda: copy.copy(optimizer))]
+            scaled(model, 0.5)  # the run begins with these weights
             losses = train(model, optimizer, rank, count)
             saved = optimizer.state_dict()
             weights = {name: x.tolist() for name, x in optimizer.eval_params().items()}
@@ -130,16 +139,20 @@ def in_a_swarm(wrapper, invite=None, rank=0, count=1, greet=lambda optimizer: No
     with SwarmOptimizer(model, method, invite, lr=0.05, tokens_per_step=ROWS, **terms) as optimizer:
         greet(optimizer)
         optimizer.wait_for_members(2)
-        losses = []
+        losses, jump = [], ""
         for step in range(4 * PERIOD):
             loss = loss_of(model, step, rank, count)
             loss.backward()
+            if invite is not None and step == 2 * PERIOD + 1:
+                scaled(model, 16.0)
+                jump = refusal(optimizer.step)
+                scaled(model, 1 / 16)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss))
         weights = {name: x.tolist() for name, x in optimizer.eval_params().items()}
         known = facts_of(optimizer)
-    return {"losses": losses, "weights": weights, "known": known}
+    return {"losses": losses, "weights": weights, "known": known, "jump": jump}
 
 
 def main(wrapper, folder, rank, *invite):

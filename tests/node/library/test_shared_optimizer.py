@@ -107,3 +107,5 @@ def test_two_processes_join_the_run_of_one_and_agree_with_it_to_the_bit(start, l
     assert founder["known"]["round"] == leader["known"]["round"]
     assert founder["known"]["round"][:2] == ["delta", 3]
     assert leader["weights"] == founder["weights"]
+    assert "were changed outside of a step, farther than the last round" in leader["jump"]
+    assert leader["jump"] in follower["jump"]
