@@ -24,6 +24,7 @@ from farflock.node.process.network import (
     keep_published,
     learn_terms,
     network,
+    require_startable,
 )
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint, parse
 from farflock.node.run.manifest import Head, seal_head
@@ -63,6 +64,8 @@ class NetworkEntryPoint:
         require_host(self.host, "host")
         invite = None if self.invite is None else parse(self.invite, time.time())
         terms = founded(join_request.wished) if invite is None else None  # report mistakes first
+        ports = () if self.client_mode else (self.port, self.dht_port)
+        require_startable(self.folder, self.host, *ports)
         background = Background("farflock")
         try:
             life = background.enter(lambda: self._inside(join_request, invite, terms))

@@ -30,10 +30,12 @@ from farflock.node.library.telling import tell
 from farflock.node.model.device import Device, lacks_for_outer
 from farflock.node.model.replica import OnDevice, Storage, in_memory
 from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
+from farflock.node.run.sections import require_name
 from farflock.node.run.user_terms import fingerprint, founded, wish
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.ending import drain
+from farflock.optimizers.catalog import NAMES
 from farflock.optimizers.method import Method
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.layers import is_numbered, layers_of
@@ -118,6 +120,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 if not isinstance(invite, str):  # a joining peer learns the run's terms later
                     terms = founded(wished)
                     require_fit(terms.method.name, terms.build(), self._inner, self._replica.names)
+                elif method is not None:
+                    require_name("method.name", method, dict.fromkeys(NAMES))
                 if invite is None or isinstance(invite, str):
                     from farflock.node.library.door import NetworkEntryPoint  # it loads hivemind
 

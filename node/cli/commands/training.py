@@ -5,19 +5,16 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from farflock.node.cli.live import watching
 from farflock.node.cli.output import Output, conclude
 from farflock.node.process import torchrun
-from farflock.node.process.network import MachineOptions
+from farflock.node.process.network import MachineOptions, require_startable
 from farflock.node.process.signals import GracefulStop, run_until_asked
 from farflock.node.process.status import Status, measures_of
 from farflock.node.sinks.choice import LogOptions, feeds
 from farflock.node.sinks.feed import Origin
-
-if TYPE_CHECKING:
-    from farflock.node.process.network import MachineOptions
 
 
 class WatchedNode(Protocol):
@@ -64,6 +61,8 @@ def _train(
     work: TrainingCommand[NodeT],
     greet: Callable[[NodeT], None],
 ) -> int:
+    ports = () if machine.client_mode else (machine.port, machine.dht_port)
+    require_startable(machine.folder.path, machine.host, *ports)
     ending = GracefulStop()
     with feeds(logs, out.line) as measured, watching(title) as show:
 
