@@ -38,6 +38,8 @@ class Part(Protocol[SavedT_contra]):
     @property
     def coded_on(self) -> str: ...  # where the method's exchanges compute; nothing: on the CPU
     @property
+    def twin(self) -> str: ...  # a member that was seen to send the same updates; nothing: none
+    @property
     def watch(self) -> EvaluationWatch | None: ...  # None: the run is not evaluated here
     @property
     def evaluates(self) -> bool: ...  # whether it may be drawn to measure
@@ -107,6 +109,11 @@ class WholePart:
     def coded_on(self) -> str:
         """Where the method's exchanges are coded; nothing if that is the CPU."""
         return self.loop.client.where
+
+    @property
+    def twin(self) -> str:
+        """The id of a member that sends the same updates as this node; perhaps empty."""
+        return self.loop.client.twin
 
     @property
     def stopping(self) -> bool:

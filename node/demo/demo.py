@@ -330,11 +330,10 @@ class Demo:
             if status is not None:
                 return status.invite
             time.sleep(POLL_S)
-        raise Failure(
-            "the founder did not start",
-            f"no invite within {START_TIMEOUT_S:.0f} s",
-            self._where_logs_are(),
-        )
+        why = f"no invite within {START_TIMEOUT_S:.0f} s"
+        if not founder.running:
+            why = f"its process has ended with exit code {founder.process.returncode}"
+        raise Failure("the founder did not start", why, self._where_logs_are())
 
     def require_success(self) -> None:
         late = (

@@ -23,6 +23,7 @@ from farflock.node.process.network import (
     keep_published,
     learn_run,
     network,
+    require_startable,
 )
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint, parse
 from farflock.node.run.manifest import Head, Manifest, seal_head
@@ -63,6 +64,8 @@ class NetworkEntryPoint:
         require_host(self.host, "host")
         wished = join_request.wished  # mistakes are reported before anything is opened
         way = founded(wished) if self.invite is None else parse(self.invite, time.time())
+        ports = () if self.client_mode else (self.port, self.dht_port)
+        require_startable(self.folder, self.host, *ports)
         background = Background("farflock")
         try:
             life = background.enter(lambda: self._inside(join_request, way))

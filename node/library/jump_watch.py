@@ -7,7 +7,7 @@ values. How far it went is measured on a few values of the model.
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from farflock.node.errors import Usage
 from farflock.node.library.presence import OptimizerNode
 from farflock.node.library.telling import tell
+from farflock.node.model.replica import PlainReplica
 from farflock.node.train.ending import start_over
 from farflock.optimizers.parts.blocks import as_real
 
@@ -29,19 +30,18 @@ TRAINERS = ("transformers.trainer", "lightning.", "pytorch_lightning.")
 
 
 class _Mark(NamedTuple):
-    """A parameter's version and address."""
+    """The version of a parameter, and version and address of the tensor that holds it here."""
 
     version: int
+    here: int
     address: int
 
 
 class JumpWatch:
-    """The weights of a model at the end of the last step. Shards are not watched."""
+    """The weights of a model at the end of the last step; of shards, the rows of this process."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = {
-            name: entry for name, entry in parameters.items() if not hasattr(entry, "to_local")
-        }
+        self._parameters = parameters
         self._marks: dict[str, _Mark] = {}
         self._views: list[Tensor] = []
         self._round: object = None
@@ -52,7 +52,7 @@ class JumpWatch:
         """Note the present weights: a step is over, and this was the last round."""
         marks = {name: _mark(entry) for name, entry in self._parameters.items()}
         if [mark.address for mark in marks.values()] != [x.address for x in self._marks.values()]:
-            self._views = _views(tuple(self._parameters.values()))
+            self._views = _views(self._parameters.values())
         self._marks, self._seen = marks, self._sample()
         if last_round is not self._round:
             self._round, self._ends = last_round, (self._ends[-1], self._seen)
@@ -66,7 +66,7 @@ class JumpWatch:
 
     def moved(self) -> float:
         """Return how far the change went: 0 if all sampled values are as they were."""
-        self._views = _views(tuple(self._parameters.values()))
+        self._views = _views(self._parameters.values())
         return _distance(self._sample(), self._seen)
 
     def with_gradients(self, work: Callable[[], object]) -> None:
@@ -143,11 +143,14 @@ class Jumps:
 async def begin_again(here: OptimizerNode) -> None:
     """Let a run that has made no step begin with the weights that are in the model now."""
     driver = here.loop.driver
+    replica = driver.replica
 
     def begin() -> None:
-        state = here.terms.build().snapshot(driver.replica)
+        state = here.terms.build().snapshot(replica)
+        held = {} if isinstance(replica, PlainReplica) else replica.read(replica.names, "grad")
         driver.cuts.before_change()
-        driver.method.restore(driver.replica, state, "adopt")
+        driver.method.restore(replica, state, "adopt")
+        replica.write(held, "grad")  # of other ranks, which `with_gradients` does not see
 
     await here.loop.compute(begin)
 
@@ -163,19 +166,30 @@ def _under_trainer() -> bool:
     return False
 
 
+def _held(entry: nn.Parameter) -> Tensor:
+    """Return the tensor that holds a parameter in this process: of a shard, its rows."""
+    if type(entry) is nn.Parameter or not hasattr(entry, "to_local"):
+        return entry
+    with torch.no_grad():  # else it would be a view with a version of its own
+        rows: Tensor = entry.to_local()
+    return rows
+
+
 def _mark(entry: nn.Parameter) -> _Mark:
+    here = _held(entry)
     with contextlib.suppress(RuntimeError):  # a device may keep its addresses to itself
-        return _Mark(entry._version, entry.data_ptr())
-    return _Mark(entry._version, 0)
+        return _Mark(entry._version, here._version, here.data_ptr())
+    return _Mark(entry._version, here._version, 0)
 
 
-def _views(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def _views(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return views of a few values of a few parameters, on the device of the first."""
-    here = [x for x in parameters if x.numel() and x.device == parameters[0].device]
+    held = [x.detach() for x in map(_held, parameters) if x.numel()]
+    here = [x for x in held if x.device == held[0].device]
     chosen = here[:: -(-len(here) // SAMPLED) or 1]
     views = []
     for entry in chosen:
-        x = as_real(entry.detach())
+        x = as_real(entry)
         flat = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
         views.append(flat[:: -(-len(flat) * len(chosen) // VALUES)])
     return views

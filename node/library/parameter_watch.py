@@ -80,7 +80,7 @@ class ParameterWatch:
         if known is None:
             raise _refused(name, "it was added after the optimizer was made", REMEDY)
         if entry is not known.parameter:
-            if not hasattr(known.parameter, "to_local"):  # FSDP shows gathered ones for a while
+            if not _is_gathered(entry, known):
                 raise _refused(name, "it was replaced after the optimizer was made", REMEDY)
         elif not known.trained:
             why = "it was frozen when the optimizer was made, so the run does not train it"
@@ -95,6 +95,13 @@ class ParameterWatch:
             raise _refused(name, why, REMEDY)
         elif entry.grad is not None and entry.grad.is_sparse:
             raise sparse_gradient(name)
+
+
+def _is_gathered(entry: nn.Parameter, known: _Known) -> bool:
+    """Return whether FSDP shows this for a while, between two passes, in place of its shards: it
+    puts them back, whatever a program has put there."""
+    in_shards, whole = hasattr(known.parameter, "to_local"), not hasattr(entry, "to_local")
+    return in_shards and whole and entry.shape == known.shape
 
 
 def sparse_gradient(name: str) -> Usage:

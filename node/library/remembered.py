@@ -37,8 +37,11 @@ async def remember(here: "OptimizerNode") -> dict[str, Any]:
 
 
 async def recall(here: "OptimizerNode", swarm: dict[str, Any]) -> None:
-    """Restore it in a run that has not made a step; raise `Usage` if it does not fit."""
+    """Restore it; raise `Usage` if this peer has made a step, or if it does not fit."""
     loop = here.loop
+    if loop.step:
+        why = f"this optimizer has already made {loop.step} steps"
+        raise Usage("the state cannot be loaded now", why, "load it before the first step")
     driver = loop.driver
     try:
         facts = msgspec.convert(

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from farflock.node.errors import Usage
 from farflock.node.library.presence import OptimizerNode
 from farflock.node.library.telling import tell
 
@@ -22,9 +21,6 @@ class Scheduled:
 
     def __init__(self, optimizer: "SwarmOptimizer", scheduler: Any) -> None:  # noqa: ANN401 - torch's have no common type
         self.scheduler, self._optimizer = scheduler, optimizer
-        if not hasattr(optimizer, "run_steps"):
-            why = "several processes are one peer here, and only rank 0 knows the run's progress"
-            raise Usage("scheduled()", why, "give the same scheduler to all of them without it")
         optimizer.follows_run = True
         self._made = max(scheduler.last_epoch, optimizer.run_steps())
         self._advance(self._made - scheduler.last_epoch)

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsIndex
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from farflock.compression.codec import UnencodableTensor
@@ -21,20 +20,22 @@ from farflock.node.library.jump_watch import Jumps, JumpWatch, OnJump
 from farflock.node.library.last_round import OwnSteps, finish, run_steps
 from farflock.node.library.loop_measures import LoopMeasures, RoundReport
 from farflock.node.library.model_check import require_trainable
-from farflock.node.library.own_defaults import own_defaults
+from farflock.node.library.own_defaults import Closure, own_defaults
 from farflock.node.library.parameter_watch import ParameterWatch
 from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest, OptimizerNode
+from farflock.node.library.rank_calls import RankFacts, is_grouped, rank_calls, unwrapped
 from farflock.node.library.remembered import recall, remember
 from farflock.node.library.scheduled import tell_of_late_start
 from farflock.node.library.telling import tell
 from farflock.node.model.device import Device, lacks_for_outer
-from farflock.node.model.ranks import LEADER
-from farflock.node.model.replica import OnDevice, PlainReplica, Storage, in_memory
+from farflock.node.model.replica import OnDevice, Storage, in_memory
 from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
+from farflock.node.run.sections import require_name
 from farflock.node.run.user_terms import fingerprint, founded, wish
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.ending import drain
+from farflock.optimizers.catalog import NAMES
 from farflock.optimizers.method import Method
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.layers import is_numbered, layers_of
@@ -42,8 +43,6 @@ from farflock.optimizers.parts.portable_inner import make_portable
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-    from farflock.node.model.replica_fsdp import FsdpReplica
 
 InnerSpec = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -80,10 +79,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
     or DDP), they are one peer: rank 0 is in the swarm, and the others make the same calls.
     """
 
-    def __new__(cls, *given: Any, **options: Any) -> Self:  # noqa: ANN401 - see __init__
-        """Return the part of this process, if several of a program are one peer."""
-        return super().__new__(_class_here(cls))  # type: ignore[no-any-return]
-
     def __init__(
         self,
         model: nn.Module,
@@ -104,45 +99,55 @@ class SwarmOptimizer(torch.optim.Optimizer):
         on_jump: OnJump | None = None,
         **options: Any,  # noqa: ANN401 - the method's constructor checks them
     ) -> None:
-        require_trainable(model)
-        self._jumps = Jumps(on_jump)
-        self._inner = inner_optimizer(model, inner, lr)
-        self._ready = False
-        super().__init__(self._inner.param_groups, self._inner.defaults)
-        self._share_inner()
-        wished = wish(fingerprint(model, self._inner), method, {"name": run, "seed": seed}, options)
-        self._replica = self._replica_of(model)
-        self._replica.storage = _storage(outer_state, model, folder)
-        if not isinstance(invite, str):  # a joining peer learns the run's terms later
-            terms = founded(wished)
-            require_fit(terms.method.name, terms.build(), self._inner, self._replica.names)
-        self._training_task = ExternalStep(tokens_per_step)
-        self._news = LoopMeasures()
-        join_request = JoinRequest(wished, self._replica, self._training_task, self._news.report)
-        if invite is None or isinstance(invite, str):
-            from farflock.node.library.door import NetworkEntryPoint  # late: it loads hivemind
+        self._ranks = rank_calls(partial(_facts_of, self))
+        with self._ranks.together() as leads:
+            model = unwrapped(model)
+            require_trainable(model)
+            self._jumps = Jumps(on_jump)
+            self._inner = inner_optimizer(model, inner, lr)
+            self._ready = False
+            super().__init__(self._inner.param_groups, self._inner.defaults)
+            self.param_groups, self.state = self._inner.param_groups, self._inner.state
+            theirs = fingerprint(model, self._inner)  # of frozen shards: all ranks take part
+            self._replica = self._ranks.replica(model, self._inner)
+            self._training_task, self._news = ExternalStep(tokens_per_step), LoopMeasures()
+            self._watch, self._own = ParameterWatch(model), OwnSteps()
+            self._held: dict[str, torch.Tensor] = {}
+            self.follows_run = False
+            if leads:
+                self._replica.storage = _storage(outer_state, model, folder)
+                wished = wish(theirs, method, {"name": run, "seed": seed}, options)
+                if not isinstance(invite, str):  # a joining peer learns the run's terms later
+                    terms = founded(wished)
+                    require_fit(terms.method.name, terms.build(), self._inner, self._replica.names)
+                elif method is not None:
+                    require_name("method.name", method, dict.fromkeys(NAMES))
+                if invite is None or isinstance(invite, str):
+                    from farflock.node.library.door import NetworkEntryPoint  # it loads hivemind
 
-            invite = NetworkEntryPoint(invite, host, port, dht_port, client_mode, folder)
-        self._life, end = invite.enter(join_request)
-        self._end = weakref.finalize(self, end)
-        self._held: dict[str, torch.Tensor] = {}
-        self._watch, self._own = ParameterWatch(model), OwnSteps()
-        self._jumps.watch = JumpWatch(self._watch.trained)
-        self._here.loop.counted = self._own.counted
-        self.run_steps, self.follows_run = partial(run_steps, self._here, self._own), False
-        self._ready = True
+                    invite = NetworkEntryPoint(invite, host, port, dht_port, client_mode, folder)
+                news, task = self._news, self._training_task
+                self._life, end = invite.enter(
+                    JoinRequest(wished, self._replica, task, news.report)
+                )
+                self._end = weakref.finalize(self, end)
+                self._jumps.watch = JumpWatch(self._watch.trained)
+                self._here.loop.counted = self._own.counted
+                made = self._here.loop.driver.method
+                try:
+                    require_fit(self.method, made, self._inner, self._replica.names)
+                except Usage:
+                    self.close(patient=False)
+                    raise
+            else:
+                self._end = weakref.finalize(self, self._ranks.end)
         if self.method in SHARED_MOMENTS:
             make_portable(self._inner)
-        try:
-            made = self._here.loop.driver.method
-            require_fit(self.method, made, self._inner, self._replica.names)
-        except Usage:
-            self.close(patient=False)
-            raise
+        self._ready = True
 
     # torch's optimizer
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - torch's
+    def step(self, closure: Closure | None = None) -> Any:  # noqa: ANN401 - torch's
         """Make a local step with the present gradients (or those of `closure`), and the exchanges
         that are due.
 
@@ -150,6 +155,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
         for it. Raise `Usage`, before anything is sent, if the model's parameters are not those
         that it had when this optimizer was made.
         """
+        return self._ranks.step(self._step, closure)
+
+    def _step(self, closure: Closure | None) -> Any:  # noqa: ANN401 - torch's
         life, loop = self._life, self._here.loop
         self._watch.check()
         if self._jumps.answer(self._here, not self._own.made, life.call, self._news.waiting):
@@ -182,15 +190,18 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop this program's gradients, but keep those that a method has yet to send (DDP)."""
-        super().zero_grad(set_to_none)
-        if any(bool(gradient.any()) for gradient in self._held.values()):
-            self._replica.write(self._held, "grad")
+        with self._ranks.together():
+            super().zero_grad(set_to_none)
+            if any(bool(gradient.any()) for gradient in self._held.values()):
+                self._replica.write(self._held, "grad")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state, with the method's under "swarm". Together with the
-        model's own `state_dict`, it is all that a lone peer needs to continue as if it had never
-        stopped."""
-        return {**self._inner.state_dict(), "swarm": self._life.call(lambda: remember(self._here))}
+        """Return the inner optimizer's state, with the method's under "swarm" (None in ranks other
+        than 0, whose shards' state it is). Together with the model's own `state_dict`, it is all
+        that a lone peer needs to continue as if it had never stopped."""
+        with self._ranks.together() as leads:
+            swarm = self._life.call(lambda: remember(self._here)) if leads else None
+            return {**self._inner.state_dict(), "swarm": swarm}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore all of a state dict, bit for bit, if this peer is alone in a new run (load the
@@ -198,17 +209,16 @@ class SwarmOptimizer(torch.optim.Optimizer):
         the method shares the moments."""
         state = dict(state_dict)
         swarm = state.pop("swarm", None)
-        alone = self._here.founder and len(self.members) == 1
-        if not alone and self._here.terms.method.name in SHARED_MOMENTS:
-            return
-        self._inner.load_state_dict(state)
-        self._share_inner()
-        if alone and swarm is not None:
-            if self._here.loop.step:
-                why = f"this optimizer has already made {self._here.loop.step} steps"
-                raise Usage("the state cannot be loaded now", why, "load it before the first step")
-            self._life.call(lambda: recall(self._here, swarm))
-            self._jumps.watch.mark()
+        with self._ranks.together() as leads:
+            said = self._ranks.said
+            alone = said.alone if said else _is_alone(self._here)
+            if self.method in SHARED_MOMENTS and not alone:
+                return
+            self._inner.load_state_dict(state)
+            self.param_groups, self.state = self._inner.param_groups, self._inner.state
+            if leads and alone and swarm is not None:
+                self._life.call(lambda: recall(self._here, swarm))
+                self._jumps.watch.mark()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise `Usage` once the run has begun: its terms fix the parameters."""
@@ -231,42 +241,55 @@ class SwarmOptimizer(torch.optim.Optimizer):
     @property
     def invite(self) -> str:
         """The word with which other peers join, valid for a week; any member can make one."""
-        return self._here.invite()
+        return self._ranks.said.invite if self._ranks.said else self._here.invite()
 
     @property
     def method(self) -> str:
         """The name of the run's method."""
-        return self._here.terms.method.name
+        return self._ranks.said.method if self._ranks.said else self._here.terms.method.name
 
     @property
     def peer(self) -> str:
         """This peer's base58 libp2p id."""
-        return self._here.peer.me
+        return self._ranks.said.peer if self._ranks.said else self._here.peer.me
 
     @property
     def seed(self) -> int:
         """The seed of all randomness of the run."""
-        return self._here.terms.run.seed
+        return self._ranks.said.seed if self._ranks.said else self._here.terms.run.seed
 
     @property
     def members(self) -> tuple[str, ...]:
         """The peers of the newest view, this one included."""
+        if self._ranks.said:
+            return self._ranks.said.members
         return self._here.peer.context.views.newest.peers
+
+    @property
+    def twin(self) -> str:
+        """A member that sends the same updates as this one, as both draw the same data; or ""."""
+        return self._ranks.said.twin if self._ranks.said else self._here.twin
 
     @property
     def last_round(self) -> RoundReport | None:
         """The last round that was applied here, or None."""
-        return self._news.last_round
+        return self._ranks.said.last_round if self._ranks.said else self._news.last_round
 
     @property
     def tokens(self) -> int:
         """The run's progress: the agreed tokens plus an estimate of what all members have
         trained since."""
+        if self._ranks.said:
+            return self._ranks.said.tokens
 
         async def tokens() -> int:
             return self._here.tokens
 
         return self._life.call(tokens)
+
+    def run_steps(self) -> int:
+        """Return the run's progress in steps of a peer that was there from the beginning."""
+        return self._ranks.said.run_steps if self._ranks.said else run_steps(self._here, self._own)
 
     @property
     def tokens_per_step(self) -> int:
@@ -279,14 +302,16 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def eval_params(self) -> dict[str, torch.Tensor]:
         """Return the method's outer parameters if it has any, otherwise the model's: in float32
-        (complex64) on the CPU, and with equal bits on all peers after a round of an exact one."""
-        found = self._life.call(self._here.eval_params)
-        return self._watch.like_model(found)
+        (complex64) on the CPU, and with equal bits on all peers after a round of an exact one.
+        Ranks other than 0 return nothing."""
+        with self._ranks.together() as leads:
+            found = self._life.call(self._here.eval_params) if leads else {}
+            return self._watch.like_model(found)
 
     def measures(self) -> dict[str, float]:
         """Return what this peer has measured so far, for loggers of your own; nothing once it is
         closed. docs/reference/measures.md says names and units."""
-        if not self._end.alive:
+        if self._ranks.said or not self._end.alive:
             return {}
 
         async def here() -> tuple[int, tuple[int, int], int]:
@@ -303,26 +328,30 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def wait_for_members(self, count: int, timeout_s: float = MEMBERS_TIMEOUT_S) -> None:
         """Wait until the run has `count` members; raise `TimeoutError` after `timeout_s`."""
-        try:
-            self._life.call(lambda: self._here.until(lambda: len(self.members) >= count, timeout_s))
-        except TimeoutError:
-            there = len(self.members)
-            raise TimeoutError(
-                f"{there} of {count} members are there after {timeout_s:g} s;"
-                " check that the others are running and use this run's invite"
-            ) from None
+        with self._ranks.together() as leads:
+            if not leads:
+                return
+            here = self._here
+            try:
+                self._life.call(lambda: here.until(lambda: len(self.members) >= count, timeout_s))
+            except TimeoutError:
+                raise TimeoutError(
+                    f"{len(self.members)} of {count} members are there after {timeout_s:g} s;"
+                    " check that the others are running and use this run's invite"
+                ) from None
 
     def finish(self) -> None:
         """Make a last round for the members that are there, so that no step of this program is
         its own alone: if all of them call this, those of an exact method end with equal weights.
 
         Steps after it are steps as before. Present gradients are dropped."""
-        if not self._here.loop.driver.method.keeps_gradients:
-            self._inner.zero_grad()
-        with self._news.waiting():
-            here, own, task = self._here, self._own, self._training_task
-            self._life.call(lambda: finish(here, own, task, DRAIN_S))
-        self._jumps.watch.mark(self.last_round)
+        self.zero_grad()
+        with self._ranks.together() as leads:
+            if leads:
+                here, own, task = self._here, self._own, self._training_task
+                with self._news.waiting():
+                    self._life.call(lambda: finish(here, own, task, DRAIN_S))
+                self._jumps.watch.mark(self.last_round)
 
     def close(self, patient: bool = True) -> None:
         """Leave the run, and end the thread and the directory's process. It is safe to call this
@@ -331,11 +360,18 @@ class SwarmOptimizer(torch.optim.Optimizer):
         If `patient`, first apply what is under way, and stay a few seconds for peers that still
         need this one."""
         try:
-            if patient and self._end.alive and not self._life.ended:
-                self._life.call(lambda: drain(self._here.loop, DRAIN_S))
-                self._here.patient = True
-                self._own.tell()
+            if patient and self._end.alive:
+                with self._ranks.together() as leads:
+                    try:
+                        if leads and not self._life.ended:
+                            self._life.call(lambda: drain(self._here.loop, DRAIN_S))
+                            self._here.patient = True
+                            self._own.tell()
+                    finally:
+                        if leads:  # the others serve this peer's state until it has left
+                            self._end()
         finally:
+            self._ranks.end()
             self._end()
 
     def __enter__(self) -> Self:
@@ -355,27 +391,32 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def _here(self) -> OptimizerNode:
         return self._life.value
 
-    def _replica_of(self, model: nn.Module) -> "PlainReplica | FsdpReplica":
-        return PlainReplica(model, self._inner, None)
 
-    def _share_inner(self) -> None:
-        """Share the inner optimizer's groups and state, for learning-rate schedulers and
-        gradient scalers."""
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+def _is_alone(here: OptimizerNode) -> bool:
+    """Return whether a run is this peer's, and nobody else is in it."""
+    return here.founder and len(here.peer.context.views.newest.peers) == 1
 
 
-def _class_here(cls: type[Any]) -> type[Any]:
-    """Return the class for this rank of a process group."""
-    if cls is SwarmOptimizer and _is_grouped():
-        from farflock.node.library import shared_optimizer as shared  # late: it loads FSDP
-
-        leads = dist.get_rank() == LEADER
-        return shared.LeadingOptimizer if leads else shared.FollowingOptimizer
-    return cls
-
-
-def _is_grouped() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def _facts_of(optimizer: SwarmOptimizer) -> RankFacts:
+    """Return what the other ranks know of the swarm after a call."""
+    if not optimizer._end.alive:
+        return RankFacts()
+    try:
+        invite = optimizer.invite
+    except (Failure, Usage):  # no address that others could reach
+        invite = ""
+    return RankFacts(
+        optimizer.peer,
+        optimizer.method,
+        invite,
+        optimizer.members,
+        optimizer.last_round,
+        optimizer.tokens,
+        optimizer.run_steps(),
+        _is_alone(optimizer._here),
+        optimizer.seed,
+        optimizer.twin,
+    )
 
 
 def _storage(kept: str, model: nn.Module, folder: Path | None) -> Storage:
@@ -399,7 +440,7 @@ def _device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's parameters; raise `Usage` if the method's state cannot be
     there."""
     place, *others = {entry.device for entry in model.parameters()}
-    why = lacks_for_outer(Device(place, str(place)), alone=not _is_grouped())
+    why = lacks_for_outer(Device(place, str(place)), alone=not is_grouped())
     if others:
         why = "the model's parameters are on several devices"
     if why:

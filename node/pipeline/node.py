@@ -62,6 +62,7 @@ class PipelineNode:
     last checkpoints, by stage."""
 
     coded_on = ""  # the CPU
+    twin = ""  # no two servers of a stage have the same work
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from farflock.node.errors import Failure, RefusedByRun, explained
+from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.model.device import Device
 from farflock.node.model.ranks import Ranks
 from farflock.node.model.step_options import StepOptions
@@ -26,7 +26,8 @@ from farflock.node.run.manifest import Head, Manifest, parse, unseal_head
 from farflock.node.run.memory import OuterPlace
 from farflock.node.run.model_section import ModelKind, ModelSection
 from farflock.node.run.sections import require_same_protocol
-from farflock.node.state.paths import RunFolder, write_whole
+from farflock.node.state.paths import RunFolder, make_folder, write_whole
+from farflock.swarm.dht.files import PortTaken, refuse_taken_ports
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
@@ -69,13 +70,25 @@ class MachineOptions:
     evaluates: bool = True  # has room to evaluate the run, so that it can be drawn for that
 
 
+def require_startable(folder: Path | None, host: str, *ports: int) -> None:
+    """Make the folder, if one is named, and look at the ports (0: any free one), before anything
+    starts. Raise `Failure` for a folder that cannot be written to and for a port that another
+    program uses, and `Usage` for two equal ports."""
+    if folder is not None:
+        make_folder(folder)
+    named = [port for port in ports if port]
+    if len(named) > len(set(named)):
+        why = "it is named for both links and discovery, and each needs a port of its own"
+        raise Usage(f"port {named[0]}", why, "choose another for one of them, or 0 for any")
+    try:
+        refuse_taken_ports(f"/ip4/{host}/tcp/{port}" for port in named)
+    except PortTaken as error:
+        raise Failure("", str(error), "") from None
+
+
 def identity_of(folder: RunFolder) -> Identity:
     """Return the identity in this folder's key file; the first start creates it."""
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        known, what = explained(error), f"the node's folder {folder.path} cannot be created"
-        raise Failure(what, str(error.strerror).lower(), known.remedy if known else "") from None
+    make_folder(folder.path)
     if not folder.identity.exists():
         Identity.generate().save(folder.identity)
     return Identity.load(folder.identity)

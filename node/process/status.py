@@ -15,13 +15,14 @@ from farflock.node.train.evaluation_watch import EvaluationWatch
 
 
 class PartnerStatus(msgspec.Struct, frozen=True):
-    """Another member, as this node sees it."""
+    """Another member, as this node sees it. A `twin` has sent the same updates, bit for bit."""
 
     peer: str
     life: str
     road: str
     rtt_ms: float | None
     role: str = "replica"
+    twin: bool = False
 
 
 class Waiting(msgspec.Struct, frozen=True):

@@ -93,7 +93,11 @@ def status_of(
         view=view.number,
         members=view.peers,
         is_member=peer.membership.is_member,
-        partners=tuple(_partner(links, other) for other in view.members if other.peer != peer.me),
+        partners=tuple(
+            _partner(links, other, other.peer == part.twin)
+            for other in view.members
+            if other.peer != peer.me
+        ),
         waits=tuple(
             Waiting(wait.what.stream, wait.what.round, wait.whom, wait.left_s)
             for wait in part.waits()
@@ -135,8 +139,9 @@ def _doing(node: "NodeProcess") -> str:
     return f"{does}; counts as a member from the next change of members (within {view_s:g} s)"
 
 
-def _partner(links: Links, member: Member) -> PartnerStatus:
+def _partner(links: Links, member: Member, twin: bool) -> PartnerStatus:
     peer = member.peer
     rtt_s = links.rtt_s(peer)
     rtt_ms = None if rtt_s is None else rtt_s * 1000
-    return PartnerStatus(peer, links.life(peer), links.road(peer), rtt_ms, role_of(member.stage))
+    life, road, role = links.life(peer), links.road(peer), role_of(member.stage)
+    return PartnerStatus(peer, life, road, rtt_ms, role, twin)

@@ -4,13 +4,14 @@ A node's folder holds `identity.key` (0600), `status.json`, `run.db`, `events.js
 `receipts.jsonl` (node/state/history.py), and `checkpoints/step-N/` (node/state/checkpoint.py). Only
 this module reads FARFLOCK_HOME."""
 
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
 
-from farflock.node.errors import Failure
+from farflock.node.errors import Failure, explained
 
 HOME_VARIABLE = "FARFLOCK_HOME"
 
@@ -34,6 +35,20 @@ def home() -> Path:
             f"set {HOME_VARIABLE}, or choose a --folder",
         )
     return found
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, if it is not there; raise `Failure` unless files can be made in it."""
+    what = f"the folder {path} cannot be created"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        what = f"the folder {path} cannot be used"
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        known = explained(error)
+        remedy = known.remedy if known is not None else ""
+        raise Failure(what, str(error.strerror).lower(), remedy) from None
 
 
 def write_whole(path: Path, content: bytes) -> None:

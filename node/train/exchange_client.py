@@ -35,6 +35,7 @@ from farflock.optimizers.method import (
 from farflock.optimizers.parts.blocks import LazyTensors, is_zero, read, shapes_of
 from farflock.optimizers.parts.spread import Spread, in_turn
 from farflock.optimizers.parts.state import Shapes
+from farflock.swarm.links import PeerId
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, RoundOutcome, Stream
@@ -144,7 +145,7 @@ class ExchangeClient:
         self.home = home
         self._codings: dict[str, _Coding] = {}
         self._withheld = withheld.Withheld()
-        self.has_twin = False  # another peer was seen to send the same updates
+        self.twin: PeerId = ""  # a peer that was seen to send the same updates as this one
 
     def open(
         self, template: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False
@@ -223,7 +224,7 @@ class ExchangeClient:
             outcome, notes = _without_notes(outcome)
         assert outcome.status != "lost", f"{outcome.key} is lost and has no result"
         coding.reducer.settle(outcome.key.round, outcome.reduced)
-        if payloads and not self.has_twin:
+        if payloads and not self.twin:
             self._look_for_twin(coding, outcome, payloads)
         failed = Result("failed", outcome.next_round, tokens=outcome.tokens)
         if outcome.status == "failed":
@@ -262,7 +263,7 @@ class ExchangeClient:
         mine = DecodedTensors(layout, number, payloads, coding.shapes, coding.home)
         if all(is_zero(mine[name]) for name in coding.shapes):
             return
-        self.has_twin = True
+        self.twin = twin
         log.warning(
             "peer %s has sent the same update as this peer in round %d of %s, bit for bit: both"
             " draw the same data in the same order, so one of them works for nothing; seed each"

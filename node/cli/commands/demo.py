@@ -84,6 +84,9 @@ def command(
 
     Ctrl-C ends all processes after they have saved, and exits with 130; press Ctrl-C again to quit
     immediately."""
+    from farflock.node.model.device import choose
+
+    choose(device)  # or each process would refuse it
     if pipeline:
         _pipeline(Output(as_json), steps, folder, device)
         return
@@ -173,8 +176,10 @@ def _drawn(path: str) -> str:
 @contextmanager
 def _place(named: Path | None) -> Iterator[Path]:
     """Yield a folder for the demo's files; remove a temporary one after an interruption."""
+    from farflock.node.state.paths import make_folder
+
     place = named or Path(tempfile.mkdtemp(prefix="farflock-demo-"))
-    place.mkdir(parents=True, exist_ok=True)
+    make_folder(place)
     if any(place.iterdir()):
         raise Usage(
             f"{place} is not empty",

@@ -179,6 +179,7 @@ def command(
     from farflock.node.model.device import choose
     from farflock.node.run.fit import require_members
     from farflock.node.run.manifest import load, simulated_default
+    from farflock.node.state.paths import make_folder
     from farflock.optimizers.catalog import method
 
     if manifest:
@@ -199,6 +200,8 @@ def command(
     require_members(method(plan.method, **plan.options), peers, "--peers")
     world = _world(described, peers, link, step_s, churn, (stale, lost), leg_tokens)
     if not _dry(out, described, world, dry_run):
+        if folder is not None:
+            make_folder(folder)
         weights = _weights(described, manifest, assignments)
         _simulate(out, described, world, folder, place, weights, data)
 

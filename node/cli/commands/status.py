@@ -139,7 +139,8 @@ def _text(status: Status, lives: bool) -> str:
             " and those here continue without them"
         )
     lines += [
-        f"  {partner.peer[-8:]}  {partner.life:8} {partner.road:9} " + _ms(partner.rtt_ms)
+        f"  {partner.peer[-8:]}  {partner.life:8} {partner.road:9} {_ms(partner.rtt_ms)}"
+        + ("  draws the same data as this node" if partner.twin else "")
         for partner in status.partners
     ]
     for wait in status.waits:

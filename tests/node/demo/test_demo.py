@@ -170,3 +170,11 @@ def test_a_newcomer_that_ended_delays_no_other_node(demo):
 def test_an_error_before_the_end_or_of_one_that_was_in_fails_the_demo(demo, case):
     with pytest.raises(Failure, match="newcomer ended with an error"):
         demo(1, **case).require_success()
+
+
+def test_a_founder_that_ends_at_once_is_not_said_to_be_late(tmp_path, monkeypatch):
+    process = SimpleNamespace(returncode=2, poll=lambda: 2)
+    ended = Child("founder", tmp_path, process)
+    monkeypatch.setattr(Demo, "start", lambda demo, name, arguments: ended)
+    with pytest.raises(Failure, match="did not start: its process has ended with exit code 2;"):
+        Demo(tmp_path, Path("run.toml"), 1, lambda moment: None).run()

@@ -4,6 +4,7 @@ The processes train one model, FSDP2's or DDP's, each on its rows of a batch. Ra
 weights and what it knows of the swarm to FOLDER/0.json, the others what they know to FOLDER/1.json.
 """
 
+import copy
 import json
 import os
 import sys
@@ -17,6 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import farflock
+from farflock.node.errors import FarflockError
 from farflock.node.library.local_swarm import _LocalDoor, local_swarm
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 
@@ -51,7 +54,7 @@ def wrapped(wrapper):
 
 def train(model, optimizer, part=0, parts=1):
     """Train with a scheduler; every other step computes its gradients in a closure."""
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    schedule = farflock.scheduled(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9))
     losses = []
     for step in range(STEPS):
 
@@ -77,9 +80,28 @@ def facts_of(optimizer):
         "peer": optimizer.peer,
         "method": optimizer.method,
         "members": len(optimizer.members),
+        "kind": type(optimizer).__name__,
+        "twin": optimizer.twin,
         "tokens": optimizer.tokens,
+        "steps": optimizer.run_steps(),
         "round": None if round_ is None else [round_.stream, round_.number, round_.status],
     }
+
+
+def scaled(model, factor):
+    """Change weights outside of a step."""
+    with torch.no_grad():
+        for entry in model.parameters():
+            entry.mul_(factor)
+
+
+def refusal(call):
+    """Return the sentence with which a call is refused."""
+    try:
+        call()
+    except FarflockError as error:
+        return str(error)
+    return ""
 
 
 def trained(wrapper, rank=0, count=1):
@@ -87,12 +109,26 @@ def trained(wrapper, rank=0, count=1):
     model = wrapped(wrapper)
     with local_swarm(1) as swarm:
         door = _LocalDoor(swarm, 0) if rank == 0 else None
+        refused = [
+            refusal(lambda: SwarmOptimizer(model, "diloco", door, perod=3)),
+            refusal(lambda: SwarmOptimizer(model, "diloco", door, inner="adamax")),
+        ]
         with SwarmOptimizer(model, "diloco", door, lr=0.05, period=PERIOD) as optimizer:
+            refused += [refusal(lambda: copy.copy(optimizer))]
+            scaled(model, 0.5)  # the run begins with these weights
             losses = train(model, optimizer, rank, count)
             saved = optimizer.state_dict()
             weights = {name: x.tolist() for name, x in optimizer.eval_params().items()}
             known = facts_of(optimizer)
-    return {"losses": losses, "weights": weights, "known": known, "swarm": bool(saved["swarm"])}
+            optimizer.finish()
+        refused += [refusal(optimizer.finish)]
+    return {
+        "losses": losses,
+        "weights": weights,
+        "known": known,
+        "swarm": bool(saved["swarm"]),
+        "refused": refused,
+    }
 
 
 def in_a_swarm(wrapper, invite=None, rank=0, count=1, greet=lambda optimizer: None):
@@ -103,16 +139,20 @@ def in_a_swarm(wrapper, invite=None, rank=0, count=1, greet=lambda optimizer: No
     with SwarmOptimizer(model, method, invite, lr=0.05, tokens_per_step=ROWS, **terms) as optimizer:
         greet(optimizer)
         optimizer.wait_for_members(2)
-        losses = []
+        losses, jump = [], ""
         for step in range(4 * PERIOD):
             loss = loss_of(model, step, rank, count)
             loss.backward()
+            if invite is not None and step == 2 * PERIOD + 1:
+                scaled(model, 16.0)
+                jump = refusal(optimizer.step)
+                scaled(model, 1 / 16)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss))
         weights = {name: x.tolist() for name, x in optimizer.eval_params().items()}
         known = facts_of(optimizer)
-    return {"losses": losses, "weights": weights, "known": known}
+    return {"losses": losses, "weights": weights, "known": known, "jump": jump}
 
 
 def main(wrapper, folder, rank, *invite):

@@ -2,7 +2,9 @@
 opened."""
 
 import inspect
+import socket
 import tempfile
+import time
 
 import psutil
 import pytest
@@ -11,9 +13,10 @@ from torch import nn
 
 import farflock
 from farflock.node.cli import main as cli
-from farflock.node.errors import Usage
+from farflock.node.errors import Failure, Usage
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 from farflock.node.run.fit import SHARED_MOMENTS, moments_of, require_inner
+from farflock.node.run.invite import Invite, mint
 from farflock.node.run.manifest import parse, resolve, simulated_default
 from farflock.node.run.split import nearest_divisor
 from farflock.optimizers.catalog import METHODS, method, options_of
@@ -26,6 +29,10 @@ TALKING = [
 ]
 UNBIASED_ONLY = [name for name in TALKING if not trial_of(METHODS[name]).biased]
 
+FOUNDER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+INVITE = mint(
+    Invite("ab" * 16, FOUNDER, (f"/ip4/127.0.0.1/tcp/9/p2p/{FOUNDER}",), int(time.time() + 3600))
+)
 PIPELINE = ["pipeline.stages=2", "model.tied=false", "method.name=ddp"]
 
 # assignments to `farflock sim`'s manifest, what the refusal says, what it offers instead
@@ -382,6 +389,71 @@ def test_the_demo_refuses_an_unknown_method_before_it_makes_its_folder(farflock_
     assert "did you mean 'diloco'?" in said
 
 
+def in_each_way(folder, *options):
+    """Commands that would start something, with these options."""
+    file = folder / "run.toml"
+    file.write_text('[model]\npreset = "tiny"\n[train]\nseq = 32\n')
+    return {
+        "run": ["run", file, *options],
+        "join": ["join", INVITE, *options],
+        "demo": ["demo", *options],
+        "demo --pipeline": ["demo", "--pipeline", *options],
+        "sim": ["sim", *options],
+    }
+
+
+@pytest.mark.parametrize("way", ["run", "join", "demo", "demo --pipeline", "sim"])
+def test_a_device_that_there_is_not_is_refused_in_one_sentence_everywhere(
+    tmp_path, farflock_command, way
+):
+    code, said = farflock_command(*in_each_way(tmp_path, "--device", "nonsense")[way])
+    assert code == 2
+    assert said.startswith("farflock: --device nonsense: that is not a device's name; choose auto")
+
+
+@pytest.mark.parametrize("way", ["run", "join", "demo", "demo --pipeline", "sim"])
+def test_a_folder_that_cannot_be_made_is_refused_in_one_sentence_everywhere(
+    tmp_path, farflock_command, way
+):
+    (tmp_path / "file").touch()
+    there = tmp_path / "file" / "there"
+    code, said = farflock_command(*in_each_way(tmp_path, "--folder", there)[way])
+    assert code == 1
+    assert said.startswith(f"farflock: the folder {there} cannot be created: not a directory; a fi")
+    with pytest.raises(Failure, match=f"the folder {there} cannot be created: not a directory"):
+        SwarmOptimizer(stack(1), folder=there)
+
+
+@pytest.fixture
+def taken():
+    """A port that another program uses."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("option", ["--port", "--dht-port"])
+@pytest.mark.parametrize("way", ["run", "join"])
+def test_a_port_in_use_is_refused_in_one_sentence_everywhere(
+    tmp_path, farflock_command, taken, way, option
+):
+    (tmp_path / "node").mkdir()
+    options = (option, taken, "--folder", tmp_path / "node")
+    code, said = farflock_command(*in_each_way(tmp_path, *options)[way])
+    assert code == 1
+    assert said.startswith(f"farflock: 127.0.0.1: another program uses port {taken}; stop that")
+    named = {option.removeprefix("--").replace("-", "_"): taken}
+    with pytest.raises(Failure, match=f"another program uses port {taken}; stop that"):
+        SwarmOptimizer(stack(1), invite=INVITE if way == "join" else None, **named)
+
+
+def test_one_port_for_two_purposes_is_refused():
+    with pytest.raises(Usage, match="port 4001: it is named for both links and discovery"):
+        SwarmOptimizer(stack(1), port=4001, dht_port=4001)
+
+
 def test_the_simulator_counts_its_own_peers(farflock_command):
     sets = ["method.name=async", "method.options.enough=3", "exchange.start_peers=3"]
     words = [word for assignment in sets for word in ("--set", assignment)]
@@ -447,6 +519,11 @@ def test_an_optimizer_that_cannot_work_starts_nothing(invite, options, says, off
         SwarmOptimizer(stack(6), invite=invite, **options)
     assert says in str(refused.value)
     assert offers in str(refused.value)
+
+
+def test_a_joiner_s_unknown_method_is_refused_before_it_joins():
+    with pytest.raises(Usage, match="'dilocko' is not known; did you mean 'diloco'"):
+        SwarmOptimizer(stack(1), "dilocko", INVITE)
 
 
 def test_a_local_swarm_of_two_never_has_three_arrivals():

@@ -22,8 +22,8 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-def said(method, seed_of, caplog, scale=1.0, **options):
-    """The words that the members of such a swarm of three hear."""
+def said(method, seed_of, caplog, scale=1.0, twins=None, **options):
+    """The words that the members of such a swarm of three hear; `twins` gets each one's twin."""
 
     async def work(member):
         for step in range(6):
@@ -32,9 +32,12 @@ def said(method, seed_of, caplog, scale=1.0, **options):
             await member.step(
                 lambda model: scale * (model(x) - x.sum(1, keepdim=True)).square().mean()  # noqa: B023
             )
+        return member.here.peer.me, member.here.loop.client.twin
 
     with caplog.at_level(logging.WARNING, logger="farflock"):
-        train_together(3, method, model_of, work, sgd, **options)
+        found = train_together(3, method, model_of, work, sgd, **options)
+    if twins is not None:
+        twins.extend(found)
     return [record.getMessage() for record in caplog.records if "the same" in record.getMessage()]
 
 
@@ -55,7 +58,10 @@ def test_each_member_is_told_once(method, options, caplog):
 
 
 def test_only_those_with_a_twin_are_told(caplog):
-    assert len(said("diloco", lambda rank: min(rank, 1), caplog, period=2)) == 2
+    twins = []
+    assert len(said("diloco", lambda rank: min(rank, 1), caplog, twins=twins, period=2)) == 2
+    (_, alone), (second, its), (third, theirs) = twins
+    assert (alone, its, theirs) == ("", third, second)
     caplog.clear()
     assert not said("diloco", lambda rank: rank, caplog, period=2)
 

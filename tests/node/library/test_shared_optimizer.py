@@ -82,9 +82,16 @@ def test_two_processes_train_as_one_does(start, left, one, wrapper):
         )
     assert follower["weights"] == {}
     assert leader["known"] == follower["known"] == one["known"]
+    assert leader["known"]["kind"] == "SwarmOptimizer"
     assert leader["known"]["round"][:2] == ["delta", 1]
     assert leader["swarm"]
     assert not follower["swarm"]
+    for sentence, same, other in zip(
+        one["refused"], leader["refused"], follower["refused"], strict=True
+    ):
+        assert sentence
+        assert same == sentence
+        assert sentence in other
 
 
 def test_two_processes_join_the_run_of_one_and_agree_with_it_to_the_bit(start, left, program):
@@ -100,3 +107,5 @@ def test_two_processes_join_the_run_of_one_and_agree_with_it_to_the_bit(start, l
     assert founder["known"]["round"] == leader["known"]["round"]
     assert founder["known"]["round"][:2] == ["delta", 3]
     assert leader["weights"] == founder["weights"]
+    assert "were changed outside of a step, farther than the last round" in leader["jump"]
+    assert leader["jump"] in follower["jump"]

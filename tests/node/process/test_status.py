@@ -62,6 +62,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
         last_loss=None,
         work={"microbatches": 7},
         coded_on="",
+        twin="",
         stopping=False,
         waits=lambda: [SimpleNamespace(what=what, whom=("other",), left_s=2.0)],
     )
@@ -129,6 +130,13 @@ def test_it_says_what_the_node_does(tmp_path, fields, doing):
     assert StatusWriter(node).write("has ended").doing == "has ended"
     node.member.stopping = True
     assert StatusWriter(node).write().doing == "is leaving"
+
+
+def test_it_marks_a_member_that_sends_the_same_updates(tmp_path):
+    node = node_in(tmp_path)
+    assert [each.twin for each in StatusWriter(node).write().partners] == [False]
+    node.member.twin = "other"
+    assert [each.twin for each in StatusWriter(node).write().partners] == [True]
 
 
 def test_pace_and_busy_share_are_those_of_the_last_seconds(tmp_path):

@@ -54,6 +54,15 @@ def test_status_says_where_outer_state_is_if_not_on_the_cpu(farflock, node):
     assert "outer state and exchanges: cuda:0, ecsq:98 on the CPU" in out
 
 
+def test_status_says_who_draws_the_same_data(farflock, node):
+    assert "the same data" not in farflock("status", "--folder", node)[1]
+    twin = PartnerStatus("12D3KooWother", "alive", "direct", 3.0, twin=True)
+    there = msgspec.structs.replace(STATUS, partners=(twin,))
+    (node / "status.json").write_bytes(msgspec.json.encode(there))
+    _, out, _ = farflock("status", "--folder", node)
+    assert "  ooWother  alive    direct    3 ms  draws the same data as this node" in out
+
+
 def test_status_for_programs_is_the_whole_of_it(farflock, node):
     _, out, _ = farflock("status", "--folder", node, "--json")
     said = json.loads(out)
