@@ -1,4 +1,4 @@
-"""One process of a program with a `SwarmOptimizer`: `shared_worker.py WRAPPER FOLDER [INVITE]`.
+"""One process of a program with a `SwarmOptimizer`: `shared_worker.py WRAPPER FOLDER WORD`.
 
 The processes train one model, FSDP2's or DDP's, each on its rows of a batch. Rank 0 writes losses,
 weights and what it knows of the swarm to FOLDER/0.json, the others what they know to FOLDER/1.json.
@@ -104,7 +104,10 @@ def refusal(call):
     return ""
 
 
-def trained(wrapper, rank=0, count=1):
+METHODS = {"diloco": {"period": PERIOD}, "ddp": {}}
+
+
+def trained(wrapper, method, rank=0, count=1):
     """Return what training without other peers leaves: in all processes, or in this one alone."""
     model = wrapped(wrapper)
     with local_swarm(1) as swarm:
@@ -113,7 +116,7 @@ def trained(wrapper, rank=0, count=1):
             refusal(lambda: SwarmOptimizer(model, "diloco", door, perod=3)),
             refusal(lambda: SwarmOptimizer(model, "diloco", door, inner="adamax")),
         ]
-        with SwarmOptimizer(model, "diloco", door, lr=0.05, period=PERIOD) as optimizer:
+        with SwarmOptimizer(model, method, door, lr=0.05, **METHODS[method]) as optimizer:
             refused += [refusal(lambda: copy.copy(optimizer))]
             scaled(model, 0.5)  # the run begins with these weights
             losses = train(model, optimizer, rank, count)
@@ -155,7 +158,8 @@ def in_a_swarm(wrapper, invite=None, rank=0, count=1, greet=lambda optimizer: No
     return {"losses": losses, "weights": weights, "known": known, "jump": jump}
 
 
-def main(wrapper, folder, rank, *invite):
+def main(wrapper, folder, rank, word):
+    """Train; the word is a method, or the invite of another peer's run."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -164,8 +168,8 @@ def main(wrapper, folder, rank, *invite):
         world_size=2,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    work = in_a_swarm if invite else trained
-    result = work(wrapper, *invite, rank, 2)
+    work = trained if word in METHODS else in_a_swarm
+    result = work(wrapper, word, rank, 2)
     dist.destroy_process_group()
     return result
 
@@ -173,7 +177,7 @@ def main(wrapper, folder, rank, *invite):
 if __name__ == "__main__":
     me = int(os.environ["RANK"])
     try:
-        left = main(sys.argv[1], sys.argv[2], me, *sys.argv[3:])
+        left = main(sys.argv[1], sys.argv[2], me, sys.argv[3])
     except Exception:
         left = {"error": traceback.format_exc()}
     Path(sys.argv[2], f"{me}.json").write_text(json.dumps(left))

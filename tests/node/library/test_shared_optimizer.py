@@ -64,15 +64,13 @@ def program():
     return program
 
 
-@pytest.fixture(scope="module")
-def one(program):
-    """What the program leaves in one process."""
-    return program.trained("plain")
-
-
-@pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
-def test_two_processes_train_as_one_does(start, left, one, wrapper):
-    leader, follower = left(start(wrapper))
+@pytest.mark.parametrize(
+    ("wrapper", "method", "last"),
+    [("fsdp", "ddp", ["grad", 7]), ("ddp", "diloco", ["delta", 1])],
+)
+def test_two_processes_train_as_one_does(start, left, program, wrapper, method, last):
+    one = program.trained("plain", method)
+    leader, follower = left(start(wrapper, method))
     means = (torch.tensor(leader["losses"]) + torch.tensor(follower["losses"])) / 2
     torch.testing.assert_close(means, torch.tensor(one["losses"]), rtol=1e-4, atol=1e-5)
     assert leader["weights"].keys() == one["weights"].keys()
@@ -83,7 +81,7 @@ def test_two_processes_train_as_one_does(start, left, one, wrapper):
     assert follower["weights"] == {}
     assert leader["known"] == follower["known"] == one["known"]
     assert leader["known"]["kind"] == "SwarmOptimizer"
-    assert leader["known"]["round"][:2] == ["delta", 1]
+    assert leader["known"]["round"][:2] == last
     assert leader["swarm"]
     assert not follower["swarm"]
     for sentence, same, other in zip(
