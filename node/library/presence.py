@@ -6,6 +6,7 @@ node/library/local_swarm.py over links in memory."""
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from farflock.node.errors import RefusedByRun
+from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.background import BackgroundContext
 from farflock.node.loop import Loop
 from farflock.node.reporting import Report
@@ -26,6 +27,8 @@ from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
+from farflock.swarm.peer.snapshots import SnapshotUnavailable
+from farflock.swarm.tasks import cancel
 
 if TYPE_CHECKING:
     from farflock.node.model.replica import PlainReplica
@@ -33,7 +36,10 @@ if TYPE_CHECKING:
 
 JOIN_TIMEOUT_S = 120.0
 POLL_S = 0.05
+TELL_EVERY_S = 10.0
 LINGER_S = 5.0  # after the last step, for peers that still need the last round
+
+log = logging.getLogger(__name__)
 
 StepGate = Callable[[], Awaitable[None]]
 
@@ -117,7 +123,8 @@ class OptimizerNode:
 
     async def begin(self, records: Sequence[bytes], gate: StepGate) -> None:
         """Start the run with this peer's weights, or join it through these members: learn the
-        views, adopt the state, pass `gate`, and be admitted. Raise `RefusedByRun` on a timeout."""
+        views, adopt the state, pass `gate`, and be admitted. Raise `RefusedByRun` on a timeout, and
+        `Failure` once nothing of the state comes any more."""
         state_sync, driver = self.loop.state_sync, self.loop.driver
         if self.founder:
             # fixes the round's start before a joiner can ask for it
@@ -127,7 +134,8 @@ class OptimizerNode:
             return
         try:
             await self.peer.meet(records, JOIN_TIMEOUT_S)
-            await state_sync.adopt(JOIN_TIMEOUT_S)
+            async with _told(self.peer):
+                await state_sync.adopt()
             await gate()
             self.peer.ask_in()
             await self.until(lambda: self.peer.membership.is_member, JOIN_TIMEOUT_S)
@@ -163,6 +171,26 @@ class OptimizerNode:
                 await self.until(lambda: self.peer.alone, LINGER_S)
         if not self.last:
             await self.peer.part()
+
+
+@contextlib.asynccontextmanager
+async def _told(peer: Peer) -> AsyncIterator[None]:
+    """Log how far the download of the state is while the block runs; say why it ended."""
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(TELL_EVERY_S)
+            if (coming := peer.snapshots.coming) is not None:
+                log.info("downloading the run's state: %s", coming)
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    except SnapshotUnavailable as reason:
+        what = "the run's state could not be downloaded"
+        raise Failure(what, reason.why or str(reason), reason.remedy) from None
+    finally:
+        await cancel(telling)
 
 
 class EntryPoint(Protocol):
