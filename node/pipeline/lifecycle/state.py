@@ -137,7 +137,7 @@ async def _neighbour(peer: Peer, plan: RunPlan, stages: Sequence[range], stage: 
     model = build(plan.model, plan.run_seed, stages[stage])
     replica = PlainReplica(model, plan.inner_of(model))
     most = max_state_bytes(replica.shapes)
-    snapshot = await peer.snapshots.fetch(f"{STATE}/{stage}", stage=stage, max_bytes=most)
+    snapshot = await peer.snapshots.fetch(f"{STATE}/{stage}", None, stage=stage, max_bytes=most)
     kept = method(plan.method, **plan.options)
     try:
         found = decode_state(snapshot)
