@@ -214,7 +214,8 @@ class Snapshots:
         while True:
             chain = self._context.chain
             await self._gather_offers(download)
-            offer, holders = _choose(download.offers)
+            heard = {p: said for p, said in download.offers.items() if p not in download.mute}
+            offer, holders = _choose(heard or download.offers)
             if offer.state == download.wanted.known:
                 return Snapshot(offer.round, offer.state, offer.tokens, ())
             pin = ("download", name)
@@ -237,7 +238,11 @@ class Snapshots:
                 self._context.send(peer, StateQuery(download.name))
             # one that offered a false state makes another after a while
             since_s = self._context.now() - KEEP_S / 3
-            hopeful = [peer for peer in asked if download.refused.get(peer, since_s) >= since_s]
+            hopeful = [
+                peer
+                for peer in asked
+                if peer not in download.mute and download.refused.get(peer, since_s) >= since_s
+            ]
             if any(self._context.life(peer) == "alive" for peer in hopeful):
                 download.hears_members()
             await asyncio.sleep(ASK_EVERY_S)

@@ -29,6 +29,7 @@ from farflock.swarm.silence import Silence
 SILENT_S = 30.0  # without a byte, after which a download ends
 # Without a whole chunk, which is verified, and for an offer: members may be writing the state.
 UNVERIFIED_S = 120.0
+MUTE_S = 15.0  # without a byte, after which the states of others are asked for
 BREAK_S = 10.0  # for a holder that is gone to come back, before other states are asked for
 LOOK_S = 0.5
 SLOW = 2.0  # so many times slower than the fastest, a holder is replaced
@@ -138,6 +139,7 @@ class StateDownload:
     line: LineRate = field(default_factory=LineRate)
     silence: Silence = field(default_factory=Silence)
     states: int = 0  # begun
+    mute: set[PeerId] = field(default_factory=set)  # that are there, and have sent nothing lately
     # since when members offer what is known to be false
     refused: dict[PeerId, float] = field(default_factory=dict)
     _here: dict[ChunkName, memoryview] = field(default_factory=dict)  # chunks, verified
@@ -153,7 +155,7 @@ class StateDownload:
         """Count a state that is begun; raise `SnapshotUnavailable` if there were too many."""
         self.states += 1
         if self.states > MAX_STATES:
-            raise self.ended(f"it changed {MAX_STATES} times before it was here")
+            raise self.ended(f"{MAX_STATES} states were begun, and none came whole")
 
     def ended(self, why: str) -> SnapshotUnavailable:
         """Return the error that ends this download."""
@@ -284,9 +286,10 @@ class StateDownload:
                 self.begun_bytes -= size
             if is_new and kept is not None:
                 await self.context.compute(partial(kept.put, digest, places[0]))
+            if what not in self._here:  # what an attempt before this one brought is no news
+                self.silence.heard("byte")
+                self.silence.heard("chunk")
             self._here[what] = places[0]
-            self.silence.heard("byte")
-            self.silence.heard("chunk")
             return True
         finally:
             store.forget(pin)
@@ -301,19 +304,24 @@ class _Source:
 
     async def fetch(self, digest: bytes, size: int, pin: object) -> bool:
         """Fetch a chunk into the store and pin it; return False if no holder has it."""
-        download = self._download
+        download, chunks = self._download, self._download.context.chunks
         download.line.begin(download.context.now())
-        return await download.context.chunks.fetch(
-            digest,
-            size,
-            lambda: self._holders,
-            pin,
-            None,
-            final=True,
-            gently=True,
-            liars=self._liars,
-            watch=self._watch,
-        )
+        try:
+            async with download.silence.limited(MUTE_S, "byte"):
+                return await chunks.fetch(
+                    digest,
+                    size,
+                    lambda: self._holders,
+                    pin,
+                    None,
+                    final=True,
+                    gently=True,
+                    liars=self._liars,
+                    watch=self._watch,
+                )
+        except TimeoutError:
+            download.mute.update(self._holders)
+            return False
 
     async def list(self, offer: StateOffer) -> list[ChunkName] | None:
         """Return the chunks of an offered state, or None if a listing cannot be had or read."""

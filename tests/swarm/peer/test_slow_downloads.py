@@ -11,6 +11,7 @@ from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.peer.snapshots import SnapshotUnavailable
 from farflock.swarm.peer.state_download import (
     BREAK_S,
+    MUTE_S,
     SILENT_S,
     UNVERIFIED_S,
     LineRate,
@@ -164,6 +165,37 @@ async def test_chunks_of_another_state_are_not_kept(world):
     assert list(kept.chunks) == [b"old"], "kept only where that is asked for"
     await world.joiner.fetch(None, keep=True)
     assert set(kept.chunks) == {digest_of(chunk) for chunk in snapshot().chunks}
+
+
+@in_a_world
+async def test_a_source_that_is_there_and_sends_nothing_is_left_for_another_state(world):
+    slow(world)
+    source, other = world.peer("a").serve(STATE), world.peer("b")
+
+    async def fall_mute():
+        await asyncio.sleep(50.0)
+        source.context.chunks._server.receive = lambda sender, want: None
+        other.serve(snapshot(5, b"older"))
+
+    world.spawn(fall_mute())
+    assert await world.joiner.fetch(None) == snapshot(5, b"older")
+    assert 50.0 + MUTE_S < now() < 50.0 + SILENT_S
+
+
+@in_a_world
+async def test_a_lone_source_that_is_there_and_sends_nothing_is_no_reason_to_wait(world):
+    slow(world)
+    world.members = ("a",)
+    source = world.peer("a").serve(STATE)
+
+    async def fall_mute():
+        await asyncio.sleep(50.0)
+        source.context.chunks._server.receive = lambda sender, want: None
+
+    world.spawn(fall_mute())
+    with pytest.raises(SnapshotUnavailable, match="no byte of it came for 30 s"):
+        await world.joiner.fetch(None)
+    assert 50.0 + SILENT_S - 1.0 < now() < 50.0 + SILENT_S + 3 * SOON_S
 
 
 @in_a_world
