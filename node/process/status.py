@@ -37,6 +37,8 @@ class DownloadStatus(msgspec.Struct, frozen=True):
 
     def said(self) -> str:
         """Return how far it is, as a phrase."""
+        if not self.total_bytes:
+            return "members are asked for it"
         here = f"{self.here_bytes / 1e6:,.1f} of {self.total_bytes / 1e6:,.1f} MB"
         if self.left_s is None:
             return f"{here}, and nothing comes"
