@@ -55,6 +55,7 @@ from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
+from farflock.node.state.kept_chunks import DownloadFolder
 from farflock.node.state.run_log import RunRecorder
 from farflock.node.state.shelf import Shelf
 from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
@@ -67,7 +68,7 @@ from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.peer.snapshots import DownloadProgress
+from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
 from farflock.swarm.record import unseal
 from farflock.swarm.roles import EVERY, NOTHING, UNMEASURED, role_of
 from farflock.swarm.tasks import cancel
@@ -78,6 +79,7 @@ REJOIN_TIMEOUT_S = 20.0  # for members to answer a founder that starts again
 POLL_S = 0.1
 LINGER_S = 5.0  # after the last step: others may still be working towards the last round
 REMEMBER_EVERY_S = 1.0  # a founder killed before it knows other members would start the run again
+FORGET_EVERY_S = 1.0
 INVITE_LASTS_S = 7 * 24 * 3600
 INVITE_ROUND_S = 3600  # an invite's end is rounded up, so that a status changes only with the node
 
@@ -164,6 +166,15 @@ class NodeProcess:
                     AddressCache(self.machine.folder).write(self._invite(others))
                     known = others
             await asyncio.sleep(REMEMBER_EVERY_S)
+
+    async def forget_download(self) -> None:
+        """Remove a downloaded state from the disk as soon as this node, a member, does not need it
+        for another start."""
+        folder, peer = DownloadFolder(self.machine.folder.download), self.member.peer
+        while True:
+            if peer.membership.is_member and folder.is_there and not peer.snapshots.downloading:
+                await asyncio.to_thread(folder.clear)
+            await asyncio.sleep(FORGET_EVERY_S)
 
 
 @contextlib.asynccontextmanager
@@ -321,22 +332,36 @@ async def _join(
             part = node.member
             async with travelling(data, node, holders):
                 with _answered(peer):
-                    await part.join(records, JOIN_TIMEOUT_S, downloaded)
+                    async with _shown(node):
+                        await part.join(records, JOIN_TIMEOUT_S, downloaded)
                 node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
                 return await _train(node, head, on_start)
 
 
-@contextlib.contextmanager
-def _answered(peer: Peer) -> Iterator[None]:
-    """Turn a `TimeoutError` into an error that names what did not arrive in time."""
+@contextlib.asynccontextmanager
+async def _shown(node: NodeProcess) -> AsyncIterator[None]:
+    """Let the status say how far the download of the state is, while the block runs."""
+    writing = asyncio.create_task(StatusWriter(node).while_joining())
     try:
         yield
+    finally:
+        await cancel(writing)
+
+
+@contextlib.contextmanager
+def _answered(peer: Peer) -> Iterator[None]:
+    """Turn a `TimeoutError` into an error that names what did not arrive in time, and say which
+    state did not come."""
+    try:
+        yield
+    except SnapshotUnavailable as reason:
+        what = "the run's state could not be downloaded"
+        raise Failure(what, reason.why or str(reason), reason.remedy) from None
     except TimeoutError:
         if peer.membership.known.is_set():
-            why = f"no member sent all of it within {JOIN_TIMEOUT_S:.0f} s"
             raise Failure(
                 "the run's state could not be downloaded",
-                why,
+                "its members did not answer any more",
                 "check the network connection, and try again",
             ) from None
         why = f"its members did not answer within {JOIN_TIMEOUT_S:.0f} s"
@@ -365,6 +390,7 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
         asyncio.create_task(keep_published(node.directory, node.run, head)),
         asyncio.create_task(status.run(lambda now: node.show(now))),
         asyncio.create_task(node.remember()),
+        asyncio.create_task(node.forget_download()),
     ]
     try:
         on_start(node)
@@ -431,6 +457,7 @@ class _Entrant:
         )
         peer.ticks.rests = True
         peer.context.shelve = Shelf(self.machine.folder.rounds, Worker("files"))
+        peer.snapshots.kept = DownloadFolder(self.machine.folder.download).of
         return peer
 
     def node(
