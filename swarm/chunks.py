@@ -127,8 +127,8 @@ class Chunks:
         self._gentle_windows: dict[PeerId, ByteBudget] = {}
         self._paces: dict[PeerId, Pace] = {}  # of holders asked lately
         self.dropped: collections.Counter[str] = collections.Counter()
-        self._server = ChunkServer(store, carrier, self.dropped)
-        self.lending = Lending(self._server, carrier, self.dropped)
+        self.server = ChunkServer(store, carrier, self.dropped)
+        self.lending = Lending(self.server, carrier, self.dropped)
         self._silence = Silence()  # of what is fetched gently
 
     async def fetch(
@@ -222,13 +222,13 @@ class Chunks:
 
     def _receive_want(self, sender: PeerId, want: Want) -> None:
         lent = want.digest not in self.store and want.digest in self.lending
-        (self.lending if lent and is_askable(want) else self._server).receive(sender, want)
+        (self.lending if lent and is_askable(want) else self.server).receive(sender, want)
 
     @property
     def idle(self) -> bool:
         """True if no fetch is in progress and no request waits to be served."""
         windows = self._windows or self._gentle_windows
-        under_way = self._incoming or self._batched or windows or self._server.wants
+        under_way = self._incoming or self._batched or windows or self.server.wants
         return self._inbound.idle and self.lending.idle and not under_way
 
     def heard_s(self, holder: PeerId) -> float:
@@ -245,7 +245,7 @@ class Chunks:
     @property
     def wants(self) -> dict[PeerId, int]:
         """The numbers of requests that wait to be served, by asker."""
-        return self._server.wants
+        return self.server.wants
 
     async def _fetch_whole(
         self,

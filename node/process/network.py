@@ -65,9 +65,13 @@ class MachineOptions:
     model: Path | None = None  # the folder that a founder's run starts from
     data: tuple[Path, ...] = ()  # folders of prepared data
     disk: int | None = None  # bytes that all of its files may take
-    data_cache: int = DATA_CACHE_BYTES  # of shards that were fetched, unless `disk` says more
     disk_plan: DiskPlan | None = None  # what the disk is given to, once the run is known
     evaluates: bool = True  # has room to evaluate the run, so that it can be drawn for that
+
+    @property
+    def data_cache(self) -> int:
+        """The bytes of fetched shards that are kept."""
+        return (self.disk_plan.data if self.disk_plan else 0) or DATA_CACHE_BYTES
 
 
 def require_startable(folder: Path | None, host: str, *ports: int) -> None:

@@ -62,7 +62,7 @@ def with_disk(
     need = disk_need(manifest, stages, outer=machine.outer == "disk", fetched=fetched)
     given = machine.disk, machine.keep, machine.keep_bytes, machine.data_cache
     plan = planned(need, *given, error)
-    machine = replace(machine, disk_plan=plan, data_cache=plan.data or machine.data_cache)
+    machine = replace(machine, disk_plan=plan)
     if machine.disk is None:
         return machine
     older = (plan.checkpoints - need.checkpoint) // max(len(stages or ()), 1)  # each has its own

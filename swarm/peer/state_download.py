@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Annotated
 
@@ -80,10 +79,10 @@ class StateProgress:
     def __str__(self) -> str:
         here, total, rate = self.here_bytes, self.total_bytes, self.bytes_per_s
         said = f"{here / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate / 1e6:,.2f} MB/s"
-        left_s = self.left_s
-        if left_s is None:
+        if self.left_s is None:
             return said
-        return f"{said}, about {timedelta(seconds=round(left_s))} left"
+        minutes, seconds = divmod(round(self.left_s), 60)
+        return f"{said}, about {minutes // 60}:{minutes % 60:02}:{seconds:02} left"
 
 
 class LineRate:

@@ -7,7 +7,7 @@ from worlds.herd import STREAM, in_virtual_time
 from worlds.waiting import until
 
 from farflock.swarm.messages import MAX_EVALUATIONS, Evaluated, Evaluation
-from farflock.swarm.peer.past_evaluations import ANSWERS_WITHIN_S, ASKED, PastEvaluations, agreed
+from farflock.swarm.peer.evaluations import ANSWERS_WITHIN_S, ASKED, PastEvaluations, agreed
 from farflock.swarm.protocol.evaluation_lot import EvaluationSchedule
 
 SCHEDULE = EvaluationSchedule(STREAM, 7, every=4)

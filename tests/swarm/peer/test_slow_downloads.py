@@ -57,7 +57,7 @@ def slow(world, joiner=None):
 
 
 def served_bytes(*peers):
-    return sum(peer.context.chunks._server.sent_bytes for peer in peers)
+    return sum(peer.context.chunks.server.sent_bytes for peer in peers)
 
 
 @in_a_world
@@ -174,7 +174,7 @@ async def test_a_source_that_is_there_and_sends_nothing_is_left_for_another_stat
 
     async def fall_mute():
         await asyncio.sleep(50.0)
-        source.context.chunks._server.receive = lambda sender, want: None
+        source.context.chunks.server.receive = lambda sender, want: None
         other.serve(snapshot(5, b"older"))
 
     world.spawn(fall_mute())
@@ -190,7 +190,7 @@ async def test_a_lone_source_that_is_there_and_sends_nothing_is_no_reason_to_wai
 
     async def fall_mute():
         await asyncio.sleep(50.0)
-        source.context.chunks._server.receive = lambda sender, want: None
+        source.context.chunks.server.receive = lambda sender, want: None
 
     world.spawn(fall_mute())
     with pytest.raises(SnapshotUnavailable, match="no byte of it came for 30 s"):
