@@ -398,6 +398,7 @@ class Chunks:
             if left_s <= 0 or gone:
                 if gone or not began:
                     fetching.refused.add(holder)  # skipped until all have been asked
+                self._pace(holder).heard_nothing()
                 return
             look = loop.call_later(min(left_s, STALL_S / 4), fetching.changed.set)
             try:
@@ -564,12 +565,12 @@ def _silent_s(fetching: _Fetching, pace: Pace, began: bool) -> float:
     min_s = GAP_S if began else STALL_S
     if not fetching.gently:
         return min_s
-    if fetching.watch is not None:
-        min_s = REPLACE_S
     max_s = GENTLE_SILENCE_S * (0.9 if fetching.alone else 1 / 3)
-    if not pace.bytes_per_s:
+    asked_s = GENTLE_PIECES * PIECE_BYTES / pace.bytes_per_s if pace.bytes_per_s else 0.0
+    if fetching.watch is not None:
+        return min(max(STALL_S, 2 * asked_s) * 2**pace.lost, max_s)
+    if not asked_s:
         return max_s if fetching.alone else min_s
-    asked_s = GENTLE_PIECES * PIECE_BYTES / pace.bytes_per_s
     return max(min_s, min(2 * asked_s, max_s))
 
 

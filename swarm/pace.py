@@ -31,6 +31,7 @@ class Pace:
 
     heard_s: float = -math.inf
     bytes_per_s: float = 0.0
+    lost: int = 0  # requests, one after another, that nothing came for
     _asked_s: float = -math.inf
     _busy_s: float | None = None
     _got_bytes: int = 0
@@ -43,12 +44,18 @@ class Pace:
 
     def heard(self, size: int, now_s: float, more: bool) -> None:
         """Note a piece; `more` are due."""
-        self.heard_s = now_s
+        self.heard_s, self.lost = now_s, 0
         if self._busy_s is not None and now_s > self._busy_s:
             self._got_bytes += size
             self.bytes_per_s = self._got_bytes / (now_s - self._busy_s)
         if not more or self._got_bytes > SAMPLE_BYTES:
             self._busy_s, self._got_bytes = now_s if more else None, 0
+
+    def heard_nothing(self) -> None:
+        """Note that a request, or its answer, seems to be lost: its time says nothing of the line,
+        and the next request is given twice as long."""
+        self.lost += 1
+        self._busy_s, self._got_bytes = None, 0
 
     def rate(self, now_s: float) -> float | None:
         """Return the bytes per second of late, 0 for a holder that owes everything; None if they

@@ -27,10 +27,14 @@ from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
+from farflock.swarm.peer.state_download import SILENT_S
 
 STATE = "state"  # the name under which a method's whole state is served
 MARK = "mark."  # prefix of `StateSync.marks` in a snapshot
 NEXT = "next."  # prefix of a stream's first round that is not in the snapshot
+# Nothing may come to a member for so long: it waits for the end of a partition, where a newcomer
+# ends and is started again.
+MEMBER_SILENT_S = 300.0
 MAX_WRONG_STATES = 8  # downloaded one after the other, before a peer gives up
 STATE_COPIES = 8  # of the model in fp32: methods keep one to four, with moments and anchors
 HEAD_BYTES = 1024 * 1024  # names, shapes and counters
@@ -178,6 +182,7 @@ class StateSync:
                     *(self._state_name, timeout_s, downloaded, oldest, stage, max_bytes, mine),
                     landing.room,
                     keep=not self._opened,  # a joiner's; a member may have other snapshots on disk
+                    silent_s=MEMBER_SILENT_S if self._opened else SILENT_S,
                 )
                 if snapshot.state == mine:  # as at the run's beginning, from the same weights
                     rounds: dict[str, int] = {}

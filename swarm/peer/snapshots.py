@@ -170,6 +170,7 @@ class Snapshots:
         room: Room = in_memory,
         *,
         keep: bool = False,
+        silent_s: float = SILENT_S,
     ) -> Snapshot:
         """Download the state that most members announce, after round `min_round` or later.
 
@@ -177,10 +178,10 @@ class Snapshots:
         only its members are asked. A snapshot of more than `max_bytes` is not begun. The one of the
         state that is `known` here comes without chunks. The chunks of others follow one another in
         memory from `room`; `keep` them for another start, too, where the peer has a place for that.
-        Raise `SnapshotUnavailable` after `timeout_s`; if it is None, once nothing comes any more
-        (swarm/peer/state_download.py)."""
+        Raise `SnapshotUnavailable` after `timeout_s`; if it is None, once nothing has come for
+        `silent_s` (swarm/peer/state_download.py)."""
         kept = self.kept(name) if keep and self.kept is not None else None
-        wanted = Wanted(stage, min_round, max_bytes, known, room, kept, progress)
+        wanted = Wanted(stage, min_round, max_bytes, known, room, kept, progress, silent_s)
         download = self._downloads[name] = StateDownload(self._context, name, wanted)
         try:
             if timeout_s is None:
@@ -198,16 +199,17 @@ class Snapshots:
 
     async def _while_it_comes(self, download: StateDownload) -> Snapshot:
         """Download without a limit on the whole time, but on silence."""
-        silence = download.silence
+        silence, silent_s = download.silence, download.wanted.silent_s
+        unverified_s = max(UNVERIFIED_S, silent_s)
         try:
-            async with silence.limited(UNVERIFIED_S, "chunk"):
+            async with silence.limited(unverified_s, "chunk"):
                 try:
-                    async with silence.limited(SILENT_S, "byte"):
+                    async with silence.limited(silent_s, "byte"):
                         return await self._fetch(download)
                 except TimeoutError:
-                    raise download.ended(_silent(download, SILENT_S)) from None
+                    raise download.ended(_silent(download, silent_s)) from None
         except TimeoutError:
-            raise download.ended(_incomplete(download, UNVERIFIED_S)) from None
+            raise download.ended(_incomplete(download, unverified_s)) from None
 
     async def _fetch(self, download: StateDownload) -> Snapshot:
         name, store = download.name, self._context.store

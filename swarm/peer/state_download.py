@@ -113,7 +113,8 @@ class LineRate:
 @dataclass(slots=True)
 class Wanted:
     """The aim of a download: the first useful round, the state that is `known` here and needs no
-    chunks, the size beyond which none is begun, and the memory for the chunks."""
+    chunks, the size beyond which none is begun, the memory for the chunks, and how long nothing may
+    come."""
 
     stage: int | None
     min_round: int
@@ -122,6 +123,7 @@ class Wanted:
     room: Room
     kept: KeptChunks | None = None
     progress: DownloadProgress = lambda here, total: None
+    silent_s: float = SILENT_S
 
 
 @dataclass(slots=True)
