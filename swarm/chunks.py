@@ -568,7 +568,7 @@ def _silent_s(fetching: _Fetching, pace: Pace, began: bool) -> float:
     max_s = GENTLE_SILENCE_S * (0.9 if fetching.alone else 1 / 3)
     asked_s = GENTLE_PIECES * PIECE_BYTES / pace.bytes_per_s if pace.bytes_per_s else 0.0
     if fetching.watch is not None:
-        return min(max(STALL_S, 2 * asked_s) * 2**pace.lost, max_s)
+        return min(max(STALL_S, 2 * asked_s) * 2.0**pace.lost, max_s)
     if not asked_s:
         return max_s if fetching.alone else min_s
     return max(min_s, min(2 * asked_s, max_s))
