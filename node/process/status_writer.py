@@ -83,7 +83,7 @@ class StatusWriter:
 
 
 def joining(node: "NodeProcess", coming: StateProgress) -> Status:
-    """Return the status of a node that downloads the run's state: it has no step and no stream."""
+    """Return the status of a node that downloads the run's state: its steps are from before."""
     part, links = node.member, node.links
     peer = part.peer
     view = peer.context.views.newest
@@ -93,7 +93,7 @@ def joining(node: "NodeProcess", coming: StateProgress) -> Status:
         run=node.run,
         peer=peer.me,
         invite=node.invite(),
-        step=0,
+        step=part.step,
         tokens=0,
         total_tokens=node.manifest.run.total_tokens,
         loss=None,
