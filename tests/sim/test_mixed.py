@@ -187,7 +187,7 @@ def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_no_peer_asks
             asyncio.get_running_loop().call_later(points.pop(0)[1], one.sim.kill, 4, 2.0)
 
     async def until_all(sim):
-        await until(lambda: one.tale.kills == len(POINTS))
+        await until(lambda: one.sim.lives.kills == len(POINTS))
         await until(lambda: sim.settled and sim.nodes[4].trainer.commits.finished >= BATCH)
         sim.end()
 
