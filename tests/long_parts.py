@@ -76,11 +76,19 @@ _PARTS = [
         "real processes",
         (
             "tests/experiments/bench/",
-            "tests/net/",
+            "tests/net/test_a",
+            "tests/net/test_d",
+            "tests/net/test_e",
+            "tests/net/test_f",
+            "tests/net/test_i",
+            "tests/net/test_mixed",
+            "tests/net/test_p",
+            "tests/net/test_r",
             "tests/node/assembly/test_followers.py",
             "tests/test_packaging.py",
         ),
     ),
+    LongPart("models that transformers has made, at size", ("tests/net/test_models_at_size",)),
 ]
 LONG = {f"long-{number}": part for number, part in enumerate(_PARTS, 1)}
 
