@@ -43,8 +43,8 @@ GATE = {
 }
 PARTS = GATE | {name: part.marks for name, part in LONG.items()}
 # Fixed, so that the same tests follow each other wherever they run. Two is the number of cores that
-# we plan for; what is in ci-more waits most of its time.
-WORKERS = dict.fromkeys(PARTS, 2) | {"ci-more": 4}
+# we plan for; what is in ci-more waits half of its time. With four workers it took as long.
+WORKERS = dict.fromkeys(PARTS, 2) | {"ci-more": 3}
 # Beside a part of the long tests: random examples, and more time.
 LONG_OPTIONS = (
     "--hypothesis-profile=long",

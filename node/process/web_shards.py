@@ -9,10 +9,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 from farflock.node.data.shard_table import ShardTable
-from farflock.node.data.web_folder import BadWebFolder, ShardFiles, WebFolder
+from farflock.node.data.web_folder import (
+    SHARD_S,
+    SILENT_S,
+    BadWebFolder,
+    ShardFiles,
+    WebFolder,
+)
 from farflock.swarm.chunk_store import is_intact
 
 REST_S = 60.0  # of a server that failed
+# for one shard with the index before it, and their headers, which a server may send byte by byte
+ANSWER_S = 2 * (SHARD_S + SILENT_S)
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +73,11 @@ class WebShards:
             if _now() < self._rests_s.get(folder, 0.0):
                 continue
             try:
-                raw = await self._compute(partial(self._read, folder, table, number))
-            except BadWebFolder as error:
+                async with asyncio.timeout(ANSWER_S):
+                    raw = await self._compute(partial(self._read, folder, table, number))
+            except (BadWebFolder, TimeoutError) as error:
                 self._rests_s[folder] = _now() + REST_S
-                self._warn(str(error))
+                self._warn(str(error) or f"{folder.url} has no answer after {ANSWER_S:.0f} s")
                 continue
             if raw is None:
                 continue  # the copy of another source

@@ -23,6 +23,15 @@ from farflock.swarm.sim.virtual_time import VirtualLoop, run_virtual
 from .waiting import until
 
 
+def model_of(rank):
+    """A small model, the same in every rank."""
+    model = nn.Linear(8, 1)
+    with torch.no_grad():
+        model.weight.fill_(0.25)
+        model.bias.fill_(0.0)
+    return model
+
+
 class VirtualContext:
     """What `BackgroundContext` is, in the program's own thread."""
 

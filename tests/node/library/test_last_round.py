@@ -4,22 +4,13 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 from worlds import virtual_optimizer
-from worlds.virtual_optimizer import train_together
+from worlds.virtual_optimizer import model_of, train_together
 
 from farflock.node.library.last_round import OwnSteps, finish
 from farflock.optimizers.method import Result
 
 torch.set_num_threads(1)
-
-
-def model_of(rank):
-    model = nn.Linear(8, 1)
-    with torch.no_grad():
-        model.weight.fill_(0.25)
-        model.bias.fill_(0.0)
-    return model
 
 
 def adamw(parameters):

@@ -5,22 +5,13 @@ import math
 
 import pytest
 import torch
-from torch import nn
-from worlds.virtual_optimizer import train_together
+from worlds.virtual_optimizer import model_of, train_together
 
 from farflock.compression.codec import UnencodableTensor
 
 torch.set_num_threads(1)
 DEADLINE_S = 30.0
 PERIOD = 3
-
-
-def model_of(rank):
-    model = nn.Linear(8, 1)
-    with torch.no_grad():
-        model.weight.fill_(0.25)
-        model.bias.fill_(0.0)
-    return model
 
 
 def adamw(parameters):

@@ -4,18 +4,9 @@ import logging
 
 import pytest
 import torch
-from torch import nn
-from worlds.virtual_optimizer import train_together
+from worlds.virtual_optimizer import model_of, train_together
 
 torch.set_num_threads(1)
-
-
-def model_of(rank):
-    model = nn.Linear(8, 1)
-    with torch.no_grad():
-        model.weight.fill_(0.25)
-        model.bias.fill_(0.0)
-    return model
 
 
 def sgd(parameters):

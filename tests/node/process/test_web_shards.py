@@ -7,7 +7,7 @@ from worlds.prepared import prepared
 
 from farflock.node.data.local_shards import table_of
 from farflock.node.data.web_folder import BadWebFolder, ShardFiles
-from farflock.node.process.web_shards import REST_S, WebShards
+from farflock.node.process.web_shards import ANSWER_S, REST_S, WebShards
 from farflock.swarm.compute import inline
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -79,3 +79,19 @@ def test_a_copy_of_another_source_is_passed_over_and_one_of_other_data_named(con
     assert not caplog.records
     assert fetched(content, Folder(content, root="cd" * 32)) is None
     assert "https://a has the data cdcdcdcdcdcdcdcd…, on which the run does not" in caplog.text
+
+
+def test_a_server_that_never_ends_its_answer_is_waited_for_only_so_long(content, caplog):
+    async def endless(work):
+        await asyncio.Event().wait()
+
+    async def main():
+        folder, began_s = Folder(content), asyncio.get_running_loop().time()
+        shards = WebShards([folder], {folder.root}, endless)
+        assert await shards.fetch(table_of(content), 0) is None
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(ANSWER_S)
+        assert await shards.fetch(table_of(content), 0) is None  # it rests
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(ANSWER_S)
+
+    run_virtual(main())
+    assert caplog.text.count("has no answer after") == 1
