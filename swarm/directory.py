@@ -19,6 +19,9 @@ class Directory(Protocol):
     raises `ValueError`, and announcing another peer's record raises `BadRecord`. After `close`,
     calls end quietly; announced records stay until they expire."""
 
+    @property
+    def addresses(self) -> tuple[str, ...]: ...  # of this peer, for an invite; none: only dials
+
     async def announce(self, run: str, record: bytes) -> bool:
         """Store this peer's signed record; return False if no peer was reachable.
 

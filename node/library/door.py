@@ -3,7 +3,6 @@
 It does for optimizers what node/process/node_process.py does for nodes, but in a background
 thread. Importing this module loads the directory, and with it hivemind."""
 
-import asyncio
 import contextlib
 import tempfile
 import time
@@ -11,7 +10,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from farflock.node.errors import Failure
+from farflock.node.assembly.known_run import learn_run, own_run
+from farflock.node.assembly.session import Session
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.forked import closed_in_forks
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
@@ -20,29 +20,19 @@ from farflock.node.process.host import require_host
 from farflock.node.process.network import (
     MachineOptions,
     identity_of,
-    keep_published,
-    learn_run,
     network,
     require_startable,
 )
-from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint, parse
-from farflock.node.run.manifest import Head, Manifest, seal_head
+from farflock.node.run.invite import Invite, parse
+from farflock.node.run.manifest import Manifest
 from farflock.node.run.model_section import UserModel
 from farflock.node.run.user_terms import founded, require_agreed
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
-from farflock.node.state.shelf import Shelf
 from farflock.node.train.state_sync import Spool
-from farflock.swarm.chunk_store import digest_of
-from farflock.swarm.compute import Compute, Worker
-from farflock.swarm.dht.kademlia import DhtDirectory
-from farflock.swarm.identity import Identity
-from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.compute import Worker
 from farflock.swarm.record import unseal
-from farflock.swarm.tasks import cancel
 from farflock.swarm.zmq.links import ZmqLinks
-
-INVITE_LASTS_S = 7 * 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,76 +84,33 @@ class NetworkEntryPoint:
             )
             identity = identity_of(machine.folder)
             # A step waits for the state's thread, and not for what others need reduced.
-            codecs, state, files = Worker("codec"), Worker("state"), Worker("files")
-            for worker in (codecs, state, files):
-                kept.callback(worker.close)
+            state = Worker("state")
+            kept.callback(state.close)
             starts = isinstance(way, Manifest)
             run = way.run_id(identity.peer) if isinstance(way, Manifest) else way.run
-            known = () if isinstance(way, Manifest) else way.addresses
-            async with network(machine, identity, run, known) as (directory, links):
+            addresses = () if isinstance(way, Manifest) else way.addresses
+            async with network(machine, identity, run, addresses) as (world, links):
                 if isinstance(way, Manifest):
-                    terms, founder, records = way, identity.peer, list[bytes]()
-                    raw = terms.canonical()
-                    head = seal_head(identity, Head(run, founder, digest_of(raw), len(raw), 0))
+                    known = own_run(identity, way)
                 else:
-                    head, terms, records = await learn_run(
-                        directory, links, way, JOIN_TIMEOUT_S, UserModel
+                    known = await learn_run(world, way, JOIN_TIMEOUT_S, UserModel)
+                    require_agreed(known.manifest, join_request.wished)
+                async with Session(world, identity, known).running() as session:
+                    peer, files = session.peer, world.workers.files
+                    report = trimmed(join_request.report, files, peer.context.spawn)
+                    here = OptimizerNode.assemble(
+                        replace(join_request, report=report),
+                        known.manifest,
+                        peer,
+                        state,
+                        session.invite,
+                        founder=starts,
+                        spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
                     )
-                    require_agreed(terms, join_request.wished)
-                    founder = way.founder
-                peer = _peer(terms, run, identity, links, directory, codecs)
-                peer.context.shelve = Shelf(machine.folder.rounds, files)
-                report = trimmed(join_request.report, files, peer.context.spawn)
-                doors = (*directory.addresses, *known)
-                here = OptimizerNode.assemble(
-                    replace(join_request, report=report),
-                    terms,
-                    peer,
-                    state,
-                    lambda: _mint(run, founder, doors),
-                    founder=starts,
-                    spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
-                )
-                own = unseal(links.record(), run).endpoints
-                with closed_in_forks(machine.folder.identity, lambda: _addresses(own, links)):
-                    async with present(here, records), _published(directory, run, head, here):
-                        yield here
-
-
-@contextlib.asynccontextmanager
-async def _published(
-    directory: DhtDirectory, run: str, head: bytes, here: OptimizerNode
-) -> AsyncIterator[None]:
-    """Serve the run's terms from this peer, and keep their head published in the directory."""
-    here.peer.context.store.put(here.terms.canonical(), "manifest")
-    publishing = asyncio.create_task(keep_published(directory, run, head))
-    try:
-        yield
-    finally:
-        await cancel(publishing)
-
-
-def _peer(
-    terms: Manifest,
-    run: str,
-    identity: Identity,
-    links: ZmqLinks,
-    directory: DhtDirectory,
-    compute: Compute,
-) -> Peer:
-    known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
-    incarnation = unseal(links.record(), run).incarnation
-    peer = Peer(
-        known,
-        identity,
-        links,
-        directory,
-        incarnation=incarnation,
-        record=links.record,
-        compute=compute,
-    )
-    peer.ticks.rests = True
-    return peer
+                    own = unseal(links.record(), run).endpoints
+                    with closed_in_forks(machine.folder.identity, lambda: _addresses(own, links)):
+                        async with present(session, here):
+                            yield here
 
 
 def _addresses(own: Sequence[str], links: ZmqLinks) -> Iterator[str]:
@@ -171,14 +118,3 @@ def _addresses(own: Sequence[str], links: ZmqLinks) -> Iterator[str]:
     yield from own
     for record, _ in links.table.known.values():
         yield from record.endpoints
-
-
-def _mint(run: str, founder: str, doors: Sequence[str]) -> str:
-    addresses = tuple(dict.fromkeys(doors))[:MAX_ADDRESSES]
-    if not addresses:
-        raise Failure(
-            "no invite can be made",
-            "this peer has no address that others could reach",
-            "get one from another member",
-        )
-    return mint(Invite(run, founder, addresses, int(time.time() + INVITE_LASTS_S)))

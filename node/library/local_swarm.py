@@ -9,12 +9,15 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from torch import nn
 
+from farflock.node.assembly.known_run import own_run
+from farflock.node.assembly.peer_world import PeerWorld, Workers
+from farflock.node.assembly.session import Session
 from farflock.node.errors import Usage
 from farflock.node.library.background import Background, BackgroundContext, in_threads
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
@@ -23,7 +26,6 @@ from farflock.node.run.manifest import Manifest
 from farflock.node.run.user_terms import founded, require_agreed
 from farflock.swarm.compute import Compute, Worker
 from farflock.swarm.identity import Identity
-from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 
@@ -48,39 +50,35 @@ class LocalPeers:
         self._all_here, self._all_ready = asyncio.Barrier(count), asyncio.Barrier(max(count - 1, 1))
         self._founded = asyncio.Event()
         self._manifest: Manifest | None = None  # once rank 0 has started the run
-        self._nodes: list[OptimizerNode] = []
+        self._sessions: list[Session] = []
 
     @contextlib.asynccontextmanager
     async def inside(self, rank: int, join_request: JoinRequest) -> AsyncIterator[OptimizerNode]:
         """Run one peer, from its first frame to its goodbye."""
         await self._wait_for_all(self._all_here)
         terms = await self._terms_for(rank, join_request)
-        run, identity = terms.run_id(self._identities[0].peer), self._identities[rank]
-        record = self._record(rank, run)
-        known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
-        links = self.network.links(identity.peer)
-        peer = Peer(
-            known,
-            identity,
-            links,
-            None,
-            incarnation=1,
-            record=lambda: record,
-            compute=self._compute,
-        )
-        here = OptimizerNode.assemble(
-            join_request, terms, peer, self._compute, _no_invite, founder=rank == 0
-        )
-        self._nodes.append(here)
-        gate = functools.partial(self._wait_for_all, self._all_ready)
-        async with present(here, [] if rank == 0 else [self._record(0, run)], gate):
-            self._founded.set()
-            yield here
+        known = own_run(self._identities[0], terms)
+        known = replace(known, records=[self._record(0, known.run)])
+        session = Session(self._world(rank, known.run), self._identities[rank], known)
+        self._sessions.append(session)
+        async with session.running():
+            here = OptimizerNode.assemble(
+                join_request, terms, session.peer, self._compute, _no_invite, founder=rank == 0
+            )
+            here.gate = functools.partial(self._wait_for_all, self._all_ready)
+            async with present(session, here):
+                self._founded.set()
+                yield here
+
+    def _world(self, rank: int, run: str) -> PeerWorld:
+        links, record = self.network.links(self._identities[rank].peer), self._record(rank, run)
+        links.record = lambda: record
+        return PeerWorld(links, None, workers=Workers(self._compute))
 
     def leave_together(self) -> None:
         """Let no peer stay for the others, for all leave now."""
-        for node in self._nodes:
-            node.last = True
+        for session in self._sessions:
+            session.silent = True
 
     async def _wait_for_all(self, barrier: asyncio.Barrier) -> None:
         try:

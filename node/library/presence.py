@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from farflock.node.assembly.core import Core
-from farflock.node.assembly.part import Part, WholePart
+from farflock.node.assembly.part import WholePart
+from farflock.node.assembly.session import Session
 from farflock.node.errors import RefusedByRun
 from farflock.node.library.background import BackgroundContext
 from farflock.node.library.remembered import recall
@@ -100,7 +101,7 @@ class OptimizerNode(WholePart):
     watch: None = None  # programs do not evaluate the run
     evaluates: bool = False
     patient: bool = False  # on leaving, wait for peers that still need the last round
-    last: bool = False  # no other member stays, so there is nobody to say goodbye to
+    gate: StepGate = open_gate  # passed before it asks for admission
 
     @classmethod
     def assemble(
@@ -144,14 +145,13 @@ class OptimizerNode(WholePart):
         records: Sequence[bytes],
         timeout_s: float,
         downloaded: DownloadProgress = lambda here, total: None,
-        gate: StepGate = open_gate,
     ) -> None:
         """Join the run through the members with these records: learn the views, adopt the state,
-        pass `gate`, and be admitted. Raise `RefusedByRun` on a timeout."""
+        pass the gate, and be admitted. Raise `RefusedByRun` on a timeout."""
         try:
             await self.peer.meet(records, timeout_s)
             await self.loop.state_sync.adopt(timeout_s, downloaded)
-            await gate()
+            await self.gate()
             self.peer.ask_in()
             await self.until(lambda: self.peer.membership.is_member, timeout_s)
         except TimeoutError:
@@ -175,17 +175,11 @@ class OptimizerNode(WholePart):
         return {name: x.cpu() for name, x in found.items()}
 
     async def end(self) -> None:
-        """Stay for peers that need the last round if `patient`; say goodbye unless `last`."""
+        """Stay for peers that need the last round if `patient`."""
         await drop(self.loop.under_way)
         if self.patient:
             with contextlib.suppress(TimeoutError):
                 await self.until(lambda: self.peer.alone, LINGER_S)
-        if not self.last:
-            await self.peer.part()
-
-
-if TYPE_CHECKING:  # nothing runs it by the protocol alone yet
-    _is_part: type[Part[dict[str, Any]]] = OptimizerNode
 
 
 class EntryPoint(Protocol):
@@ -200,16 +194,14 @@ class EntryPoint(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def present(
-    here: OptimizerNode, records: Sequence[bytes], gate: StepGate = open_gate
-) -> AsyncIterator[None]:
-    """Run the peer as part of the run; say goodbye at the end."""
-    async with here.peer.running():
-        if here.founder:
-            here.found()
-        else:
-            await here.join(records, JOIN_TIMEOUT_S, gate=gate)
-        try:
-            yield
-        finally:
-            await here.end()
+async def present(session: Session, here: OptimizerNode) -> AsyncIterator[None]:
+    """Take part in the run; say goodbye at the end, whatever ended it."""
+    if here.founder:
+        session.start(here)
+    else:
+        await session.join(here, JOIN_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        await here.end()
+        await session.leave()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from farflock.node.reporting import Report
-from farflock.swarm.compute import Worker
+from farflock.swarm.compute import Compute
 
 TRIM_EVERY_S = 1.0  # the system takes the pages and gives new ones: 0.1 s for some hundred MB
 
@@ -26,15 +26,18 @@ def trim() -> None:
             give_back(0)
 
 
-def trimmed(report: Report, worker: Worker, spawn: Spawn) -> Report:
+def trimmed(report: Report, worker: Compute, spawn: Spawn) -> Report:
     """Return `report`, with a trim in `worker` after each round, if the last one is not recent."""
     next_s = 0.0
+
+    async def trimming() -> None:
+        await worker(trim)
 
     def reported(kind: str, fields: dict[str, object]) -> None:
         nonlocal next_s
         report(kind, fields)
         if kind == "round" and (now_s := asyncio.get_running_loop().time()) >= next_s:
             next_s = now_s + TRIM_EVERY_S
-            spawn(worker(trim))
+            spawn(trimming())
 
     return reported

@@ -13,14 +13,10 @@ from pathlib import Path
 
 import msgspec
 
+from farflock.node.assembly.known_run import known_members, learn_run
+from farflock.node.assembly.session import Session
 from farflock.node.process.data_look import Excerpt, read_excerpts
-from farflock.node.process.network import (
-    MachineOptions,
-    identity_of,
-    known_members,
-    learn_run,
-    network,
-)
+from farflock.node.process.network import MachineOptions, identity_of, network
 from farflock.node.process.run_data import RunData, fetch_data
 from farflock.node.process.run_text import fetch_tokenizer
 from farflock.node.process.status import EvaluationStatus, watched
@@ -31,8 +27,7 @@ from farflock.node.state.paths import RunFolder
 from farflock.node.train.evaluation_watch import EvaluationWatch
 from farflock.node.train.run_size import is_paired
 from farflock.swarm.links import Links, PeerId
-from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.record import unseal
+from farflock.swarm.peer.peer import Peer
 
 ANSWER_TIMEOUT_S = 5.0  # for members to show that they are alive
 POLL_S = 0.1
@@ -64,8 +59,9 @@ async def fetch_plan(
 ) -> tuple[Manifest, RunData | None]:
     """Return the verified manifest of an invite's run, and what is known of its prepared data,
     whose index is fetched; raise `RefusedByRun` if no member has that."""
-    async with _visiting(machine, invite, timeout_s) as (links, manifest, members):
-        data = await fetch_data(links, invite.run, manifest.data, members, machine)
+    async with _visiting(machine, invite, timeout_s) as (session, members):
+        manifest = session.known.manifest
+        data = await fetch_data(session.world.links, invite.run, manifest.data, members, machine)
         if data is not None:
             data.close()  # it is lent to nobody
         return manifest, data
@@ -75,8 +71,8 @@ async def look_at_data(
     machine: MachineOptions, invite: Invite, timeout_s: float, seed: int
 ) -> tuple[Manifest, RunData | None, list[Excerpt]]:
     """Return the same, and a few documents of the data, drawn by the seed."""
-    async with _visiting(machine, invite, timeout_s) as (links, manifest, members):
-        run = invite.run
+    async with _visiting(machine, invite, timeout_s) as (session, members):
+        links, run, manifest = session.world.links, invite.run, session.known.manifest
         data = await fetch_data(links, run, manifest.data, members, machine)
         if data is None:
             return manifest, None, []
@@ -89,41 +85,29 @@ async def look_at_data(
 @contextlib.asynccontextmanager
 async def _visiting(
     machine: MachineOptions, invite: Invite, timeout_s: float
-) -> AsyncIterator[tuple[Links, Manifest, list[PeerId]]]:
-    """Yield links to the members of an invite's run, which a throwaway identity has, its verified
-    manifest, and members."""
+) -> AsyncIterator[tuple[Session, list[PeerId]]]:
+    """Yield a session in an invite's run, not running yet, which a throwaway identity has, and the
+    run's members."""
     with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
-        visitor = _throwaway(machine, passing)
-        async with network(visitor, identity_of(visitor.folder), invite.run, invite.addresses) as (
-            directory,
-            links,
-        ):
-            _, manifest, records = await learn_run(directory, links, invite, timeout_s)
-            yield links, manifest, known_members(links, records, invite.run)
+        folder, run = RunFolder(Path(passing)), invite.run
+        visitor = dataclasses.replace(machine, folder=folder, client_mode=True)
+        identity = identity_of(folder)
+        async with network(visitor, identity, run, invite.addresses) as (world, links):
+            known = await learn_run(world, invite, timeout_s)
+            unseen = dataclasses.replace(world, directory=None)  # nothing is published
+            members = known_members(links, known.records, run)
+            yield Session(unseen, identity, known), members
 
 
 async def inspect_run(machine: MachineOptions, invite: Invite, timeout_s: float) -> RunInspection:
     """Return the manifest and the members of the newest view; raise `Refused` or `TimeoutError` if
     no member answers in time."""
-    with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
-        visitor = _throwaway(machine, passing)
-        identity = identity_of(visitor.folder)
-        async with network(visitor, identity, invite.run, invite.addresses) as (directory, links):
-            _, manifest, records = await learn_run(directory, links, invite, timeout_s)
-            terms, life = (
-                RunTerms(invite.run, manifest.run.seed),
-                unseal(links.record(), invite.run).incarnation,
-            )
-            peer = Peer(terms, identity, links, None, incarnation=life, record=links.record)
-            async with peer.running():
-                await peer.meet(records, timeout_s)
-                await _heard(peer, links)
-                sight = _sight(peer, links, manifest)
-                return msgspec.structs.replace(sight, evaluation=await _evaluation(peer, sight))
-
-
-def _throwaway(machine: MachineOptions, folder: str) -> MachineOptions:
-    return dataclasses.replace(machine, folder=RunFolder(Path(folder)), client_mode=True)
+    async with _visiting(machine, invite, timeout_s) as (session, _), session.running():
+        await session.watch(timeout_s)
+        peer, links = session.peer, session.world.links
+        await _heard(peer, links)
+        sight = _sight(peer, links, session.known.manifest)
+        return msgspec.structs.replace(sight, evaluation=await _evaluation(peer, sight))
 
 
 async def _heard(peer: Peer, links: Links) -> None:

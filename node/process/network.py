@@ -1,12 +1,10 @@
-"""A process's entry into a swarm: its identity, its directory and its links.
-
-This module also downloads and verifies a run's terms before the process takes part.
+"""A process's way to a swarm: its identity, and the world of its peer, with real links, directory,
+worker threads and files.
 
 Shared by nodes (node/process/node_process.py) and by the optimizer for users' own training loops
 (node/library/swarm_optimizer.py).
 """
 
-import asyncio
 import contextlib
 import secrets
 import time
@@ -14,31 +12,20 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
-from farflock.node.errors import Failure, RefusedByRun, Usage
+from farflock.node.assembly.peer_world import Clock, Files, PeerWorld, Workers
+from farflock.node.errors import Failure, Usage
 from farflock.node.model.device import Device
 from farflock.node.model.ranks import Ranks
 from farflock.node.model.step_options import StepOptions
 from farflock.node.process.disk import DiskPlan
-from farflock.node.run.invite import Invite
-from farflock.node.run.manifest import Head, Manifest, parse, unseal_head
 from farflock.node.run.memory import OuterPlace
-from farflock.node.run.model_section import ModelKind, ModelSection
-from farflock.node.run.sections import require_same_protocol
-from farflock.node.state.paths import RunFolder, make_folder, write_whole
+from farflock.node.state.paths import RunFolder, make_folder
+from farflock.swarm.compute import Worker
 from farflock.swarm.dht.files import PortTaken, refuse_taken_ports
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
-from farflock.swarm.links import PeerId
-from farflock.swarm.peer.bootstrap import fetch_chunk
-from farflock.swarm.record import BadRecord, unseal
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
-LEARN_TIMEOUT_S = 120.0
-FETCH_TIMEOUT_S = 20.0
-MAX_TERMS_BYTES = 256 * 1024
-HEAD_EVERY_S = 60.0
 DATA_CACHE_BYTES = 20 * 10**9
 DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's process needs some
 
@@ -111,21 +98,25 @@ def raise_descriptor_limit() -> None:
 @contextlib.asynccontextmanager
 async def network(
     machine: MachineOptions, identity: Identity, run: str, addresses: Sequence[str]
-) -> AsyncIterator[tuple[DhtDirectory, ZmqLinks]]:
-    """Keep the directory and the links open while the block runs.
+) -> AsyncIterator[tuple[PeerWorld, ZmqLinks]]:
+    """Keep a world open while the block runs: the directory, the links and worker threads.
 
     The sequence numbers of records start at the wall clock in ms, because they must rise from
     one start to the next."""
     raise_descriptor_limit()
     listen = (f"/ip4/{machine.host}/tcp/{machine.dht_port}",)
-    directory = await DhtDirectory.open(
-        machine.folder.identity,
-        run=run,
-        initial_peers=addresses,
-        listen=listen,
-        client_mode=machine.client_mode,
-    )
-    try:
+    async with contextlib.AsyncExitStack() as opened:
+        codec, files = Worker("codec"), Worker("files")
+        for worker in (codec, files):
+            opened.callback(worker.close)
+        directory = await DhtDirectory.open(
+            machine.folder.identity,
+            run=run,
+            initial_peers=addresses,
+            listen=listen,
+            client_mode=machine.client_mode,
+        )
+        opened.push_async_callback(directory.close)
         options = LinkOptions(
             incarnation=secrets.randbits(62),
             sequence=int(time.time() * 1000),
@@ -133,115 +124,9 @@ async def network(
             doors=directory.addresses,
         )
         links = await ZmqLinks.open(identity, run, options)
-        try:
-            yield directory, links
-        finally:
-            await links.close()
-    finally:
-        await directory.close()
-
-
-async def learn_run(
-    directory: DhtDirectory,
-    links: ZmqLinks,
-    invite: Invite,
-    timeout_s: float = LEARN_TIMEOUT_S,
-    model: ModelKind = ModelSection,
-) -> tuple[bytes, Manifest, list[bytes]]:
-    """Return the run's head, its manifest and some records, each verified against the invite; raise
-    `RefusedByRun` if there are none, or if the run's model is of another kind."""
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        heads = {
-            blob: head
-            for blob in await directory.heads(invite.run)
-            if (head := _head_of(blob, invite))
-        }
-        records = await directory.peers(invite.run)
-        members = known_members(links, records, invite.run)
-        if heads:
-            newest = max(heads, key=lambda blob: heads[blob].sequence)
-            require_same_protocol(heads[newest].protocol)
-        if heads and members:
-            raw = await fetch_chunk(
-                links,
-                invite.run,
-                heads[newest].digest,
-                heads[newest].size,
-                members,
-                FETCH_TIMEOUT_S,
-            )
-            if raw is not None:
-                manifest = parse(raw, model)
-                if manifest.run_id(invite.founder) == invite.run:
-                    return newest, manifest, records
-                raise RefusedByRun(
-                    "the members sent the manifest of another run",
-                    "its hash does not match the invite",
-                    "ask for a new invite",
-                )
-        await asyncio.sleep(0.5)
-    raise RefusedByRun(
-        f"run {invite.run} cannot be joined",
-        f"none of its members answered within {timeout_s:.0f} s",
-        "check that a member is running, and ask for a new invite",
-    )
-
-
-async def keep_published(directory: DhtDirectory, run: str, head: bytes) -> None:
-    """Publish the head again and again, as every member does, so that the run can be found
-    without its founder."""
-    while True:
-        await directory.publish_head(run, head)
-        await asyncio.sleep(HEAD_EVERY_S)
-
-
-def _head_of(blob: bytes, invite: Invite) -> Head | None:
-    """Return a head signed by the run's founder, else None."""
-    try:
-        head = unseal_head(blob)
-    except ValueError:
-        return None
-    fits = (
-        head.run == invite.run and head.founder == invite.founder and head.size <= MAX_TERMS_BYTES
-    )
-    return head if fits else None
-
-
-def known_members(links: ZmqLinks, records: Sequence[bytes], run: str) -> list[PeerId]:
-    """Pass records to the links and return their owners, but for this peer itself."""
-    owners = [_learned(links, blob, run) for blob in records]
-    return [owner for owner in owners if owner not in ("", links.me)]
-
-
-def _learned(links: ZmqLinks, blob: bytes, run: str) -> str:
-    """Pass a record to the links and return its owner, or "" for a bad record."""
-    try:
-        owner = unseal(blob, run).peer
-    except BadRecord:
-        return ""
-    links.learn(blob)
-    return owner
-
-
-class AddressCache:
-    """The last known addresses of members, by which a restarted node finds its run again even if
-    some of them are gone.
-
-    They are in `doors.json` in the node's folder: the run, its founder, and up to
-    `MAX_ADDRESSES` addresses."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._path = folder.path / "doors.json"
-
-    def write(self, invite: Invite) -> None:
-        """Store an invite."""
-        write_whole(self._path, msgspec.json.encode(msgspec.structs.astuple(invite)))
-
-    def read(self, run: str) -> Invite | None:
-        """Return the invite stored for this run, or None if there is none or it cannot be read."""
-        try:
-            invite = msgspec.json.decode(self._path.read_bytes(), type=Invite)
-        except (OSError, msgspec.MsgspecError):
-            return None
-        return invite if invite.run == run else None
+        opened.push_async_callback(links.close)
+        clock = Clock(time.time, rests=True)
+        yield (
+            PeerWorld(links, directory, clock, Workers(codec, files), Files(machine.folder)),
+            links,
+        )

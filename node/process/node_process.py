@@ -8,16 +8,18 @@ import asyncio
 import contextlib
 import gc
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of, save_all
+from farflock.node.assembly.known_run import LEARN_TIMEOUT_S, known_members, learn_run, own_run
 from farflock.node.assembly.part import Part
+from farflock.node.assembly.session import AddressCache, Session
 from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.ranks import FollowerLost
@@ -25,16 +27,7 @@ from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.process.busy import TimedWorker
 from farflock.node.process.freed import trimmed
-from farflock.node.process.network import (
-    LEARN_TIMEOUT_S,
-    AddressCache,
-    MachineOptions,
-    identity_of,
-    keep_published,
-    known_members,
-    learn_run,
-    network,
-)
+from farflock.node.process.network import MachineOptions, identity_of, network
 from farflock.node.process.pipeline_role import (
     founders,
     joiners,
@@ -51,24 +44,20 @@ from farflock.node.process.sample_keeper import founders_start, joiners_start
 from farflock.node.process.status import Status
 from farflock.node.process.status_writer import StatusWriter
 from farflock.node.process.torchrun import unless_lost
-from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
-from farflock.node.run.manifest import Head, Manifest, seal_head
+from farflock.node.run.invite import MAX_ADDRESSES, Invite
+from farflock.node.run.manifest import Manifest
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
 from farflock.node.state.run_log import RunRecorder
-from farflock.node.state.shelf import Shelf
 from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
 from farflock.node.train.run_size import require_carried
 from farflock.node.train.task import StepImpossible
-from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.compute import Worker
 from farflock.swarm.dht.greeting import DirectoryUnreachable
-from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
-from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
-from farflock.swarm.record import unseal
 from farflock.swarm.roles import EVERY, NOTHING, UNMEASURED, role_of
 from farflock.swarm.tasks import cancel
 from farflock.swarm.zmq.links import ZmqLinks
@@ -77,9 +66,6 @@ JOIN_TIMEOUT_S = 120.0
 REJOIN_TIMEOUT_S = 20.0  # for members to answer a founder that starts again
 POLL_S = 0.1
 LINGER_S = 5.0  # after the last step: others may still be working towards the last round
-REMEMBER_EVERY_S = 1.0  # a founder killed before it knows other members would start the run again
-INVITE_LASTS_S = 7 * 24 * 3600
-INVITE_ROUND_S = 3600  # an invite's end is rounded up, so that a status changes only with the node
 
 log = logging.getLogger(__name__)
 
@@ -89,20 +75,26 @@ class NodeProcess:
     """A running node, as commands and the live view see it."""
 
     machine: MachineOptions
-    manifest: Manifest
-    run: str
-    founder: str
-    member: Part[Checkpoint]
-    directory: DhtDirectory
+    session: Session
     links: ZmqLinks
+    member: Part[Checkpoint]
     history: History
     journal: RunRecorder
     keepers: list[CheckpointManager]  # one per held stage, or one for the whole model
     worker: TimedWorker  # that trains, or serves stages
-    doors: tuple[str, ...] = ()  # addresses used to join
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     data: RunData | None = None  # what it trains on, if that was prepared
     show: Callable[[Status], None] = lambda status: None  # called once a second
+
+    @property
+    def manifest(self) -> Manifest:
+        """The run's terms."""
+        return self.session.known.manifest
+
+    @property
+    def run(self) -> str:
+        """The id of the run."""
+        return self.session.known.run
 
     @property
     def view_s(self) -> float:
@@ -129,41 +121,12 @@ class NodeProcess:
 
     def awaited(self) -> int:
         """Return how many members the founder waits for before it trains; 0 if it does not wait."""
-        first = self.links.me == self.founder and not self.member.step
+        first = self.links.me == self.session.known.founder and not self.member.step
         return self.manifest.exchange.start_peers if first else 0
 
     def invite(self) -> str:
-        """Return an invite with this node's address and those of others, since this node may have
-        none, or may stop."""
-        return mint(self._invite((*self.directory.addresses[:1], *self._others())))
-
-    def _others(self) -> tuple[str, ...]:
-        """Return one address of each member that has any, followed by the addresses used to
-        join."""
-        records = self.member.peer.membership.records.values()
-        return (
-            *(
-                record.doors[0]
-                for record in records
-                if record.doors and record.peer != self.links.me
-            ),
-            *self.doors,
-        )
-
-    def _invite(self, addresses: Sequence[str]) -> Invite:
-        distinct = tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
-        ends = math.ceil((time.time() + INVITE_LASTS_S) / INVITE_ROUND_S) * INVITE_ROUND_S
-        return Invite(self.run, self.founder, distinct, ends)
-
-    async def remember(self) -> None:
-        """Keep the addresses of other members on disk for the next start."""
-        known: tuple[str, ...] = ()
-        while True:
-            if (others := self._others()) and others != known:
-                with contextlib.suppress(OSError):  # a full disk must not end the node
-                    AddressCache(self.machine.folder).write(self._invite(others))
-                    known = others
-            await asyncio.sleep(REMEMBER_EVERY_S)
+        """Return an invite with this node's address and those of others."""
+        return self.session.invite()
 
 
 @contextlib.asynccontextmanager
@@ -177,8 +140,8 @@ async def travelling(
     part = node.member
     data.stop_with(lambda: part.stopping)
     node.data = data
-    evaluates = part.evaluates and node.machine.evaluates
-    async with data.travelling(part.peer, known, node.founder, evaluates=evaluates):
+    founder, evaluates = node.session.known.founder, part.evaluates and node.machine.evaluates
+    async with data.travelling(part.peer, known, founder, evaluates=evaluates):
         yield
 
 
@@ -227,20 +190,17 @@ async def _found(
     start = founders_start(machine.folder.path, manifest, run, saved)
     data = await data_in_place(manifest.data, machine)
     text = await load_text(manifest, data, start)
-    async with network(machine, identity, run, ()) as (directory, links):
-        entrant = _Entrant(machine, manifest, run, identity.peer, identity, directory, links)
-        peer = entrant.peer(stage)
-        node = entrant.node(peer, stage, trains, text, weights)
-        terms = manifest.canonical()
-        head = seal_head(identity, Head(run, identity.peer, digest_of(terms), len(terms), 0))
-        part = node.member
-        async with peer.running(), travelling(data, node, ()):
-            if saved is None:
-                part.found()  # a stage whose checkpoint is here loads that
-            else:
-                await part.resume(saved)
-                node.history.event("resumed", step=saved.step, checkpoint=str(saved.folder))
-            return await _train(node, head, on_start)
+    async with network(machine, identity, run, ()) as (world, links):
+        links.record(role=role_of(stage if machine.evaluates else UNMEASURED))
+        async with Session(world, identity, own_run(identity, manifest)).running() as session:
+            node = _node(machine, session, links, stage, trains, text, weights)
+            async with travelling(data, node, ()):
+                if saved is None:
+                    session.start(node.member)  # a stage whose checkpoint is here loads that
+                else:
+                    await session.resume(node.member, saved)
+                    node.history.event("resumed", step=saved.step, checkpoint=str(saved.folder))
+                return await _train(node, on_start)
 
 
 async def join(
@@ -285,45 +245,45 @@ async def _join(
     learn_timeout_s: float,
     downloaded: DownloadProgress,
 ) -> Path:
-    identity = identity_of(machine.folder)
-    known, saved = (
-        AddressCache(machine.folder).read(invite.run),
-        last_of(machine.folder, invite.run),
-    )
-    doors = tuple(dict.fromkeys((*invite.addresses, *(known.addresses if known else ()))))[
-        :MAX_ADDRESSES
-    ]
-    async with network(machine, identity, invite.run, doors) as (directory, links):
-        head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
+    identity, run = identity_of(machine.folder), invite.run
+    remembered, saved = AddressCache(machine.folder).read(run), last_of(machine.folder, run)
+    invite = _widened(invite, remembered)
+    async with network(machine, identity, run, invite.addresses) as (world, links):
+        known = await learn_run(world, invite, learn_timeout_s)
+        manifest = known.manifest
         machine = with_room(machine, manifest, RefusedByRun)
-        holders = known_members(links, records, invite.run)
-        data = await fetch_text(links, invite.run, manifest.data, holders, machine)
+        holders = known_members(links, known.records, run)
+        data = await fetch_text(links, run, manifest.data, holders, machine)
         machine = await fitted(machine, manifest, RefusedByRun)
-        pipeline = manifest.pipeline_plan()
-        start = joiners_start(machine.folder.path, manifest, invite.run, saved)
+        start = joiners_start(machine.folder.path, manifest, run, saved)
         text = await load_text(manifest, data, start)
+        pipeline = manifest.pipeline_plan()
         stage, trains = EVERY if pipeline is None else NOTHING, True
-        run, founder = invite.run, invite.founder
-        entrant = _Entrant(machine, manifest, run, founder, identity, directory, links)
-        peer = entrant.peer(stage)
-        async with peer.running():
+        links.record(role=role_of(stage if machine.evaluates else UNMEASURED))
+        async with Session(world, identity, known).running() as session:
             if pipeline is not None:
-                with _answered(peer):
+                with _answered(session.peer):
                     # a founder that rejoins trains as before
-                    founded = identity.peer == invite.founder
+                    founded, peer = identity.peer == invite.founder, session.peer
                     stage, trains = await joiners(
-                        machine.role, pipeline, peer, records, JOIN_TIMEOUT_S, founded
+                        machine.role, pipeline, peer, known.records, JOIN_TIMEOUT_S, founded
                     )
                 links.record(role=role_of(stage))
             weights = weights_of(machine, manifest, begins=False)
-            node = entrant.node(peer, stage, trains, text, weights, before=saved)
-            node.doors = doors
+            node = _node(machine, session, links, stage, trains, text, weights, before=saved)
             part = node.member
             async with travelling(data, node, holders):
-                with _answered(peer):
-                    await part.join(records, JOIN_TIMEOUT_S, downloaded)
-                node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
-                return await _train(node, head, on_start)
+                with _answered(session.peer):
+                    await session.join(part, JOIN_TIMEOUT_S, downloaded)
+                node.history.event("joined", tokens=part.tokens, run=run, role=part.role)
+                return await _train(node, on_start)
+
+
+def _widened(invite: Invite, remembered: Invite | None) -> Invite:
+    """Return the invite, with the addresses of members that this node has known."""
+    addresses = (*invite.addresses, *(remembered.addresses if remembered else ()))
+    distinct = tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
+    return msgspec.structs.replace(invite, addresses=distinct)
 
 
 @contextlib.contextmanager
@@ -352,20 +312,14 @@ def _ended(saved: Checkpoint, manifest: Manifest) -> bool:
     return int(saved.meta["tokens"]) >= manifest.run.total_tokens
 
 
-async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess], None]) -> Path:
-    """Publish the run, train, write the status, save, and say goodbye."""
+async def _train(node: NodeProcess, on_start: Callable[[NodeProcess], None]) -> Path:
+    """Train, write the status, save, and say goodbye."""
     gc.collect()
     gc.freeze()  # some 200,000 objects of the imports, which each full collection would visit
-    part = node.member
-    peer = part.peer
-    peer.context.store.put(node.manifest.canonical(), "manifest")
+    part, peer = node.member, node.session.peer
     lend_tokenizer(peer.context.store, node.tokenizer)
     status = StatusWriter(node)
-    helpers = [
-        asyncio.create_task(keep_published(node.directory, node.run, head)),
-        asyncio.create_task(status.run(lambda now: node.show(now))),
-        asyncio.create_task(node.remember()),
-    ]
+    shown = asyncio.create_task(status.run(lambda now: node.show(now)))
     try:
         on_start(node)
         await _until(node, lambda: len(peer.context.views.newest.members) >= node.awaited())
@@ -377,12 +331,12 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
         await _leave(node, True)
         raise
     except FollowerLost:
-        await peer.part()
+        await node.session.leave()
         raise
     finally:
-        for ended in await cancel(*helpers):
+        for ended in await cancel(shown):
             if isinstance(ended, Exception):
-                log.error("a background task of the node failed", exc_info=ended)
+                log.error("the node's status can no longer be shown", exc_info=ended)
         status.write("has ended")
         node.history.close()
 
@@ -390,7 +344,7 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
 async def _leave(node: NodeProcess, stopped: bool) -> Path:
     """Save a checkpoint, say goodbye, and return the checkpoint's folder."""
     saved = await save_all(node.keepers, node.machine.folder)
-    await node.member.peer.part()
+    await node.session.leave()
     node.history.event(
         "stopped" if stopped else "done", checkpoint=str(saved), step=node.member.step
     )
@@ -403,74 +357,43 @@ async def _until(node: NodeProcess, there: Callable[[], bool]) -> None:
         await asyncio.sleep(POLL_S)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entrant:
-    """A machine that is about to have a part in a run, over its open links."""
-
-    machine: MachineOptions
-    manifest: Manifest
-    run: str
-    founder: str
-    identity: Identity
-    directory: DhtDirectory
-    links: ZmqLinks
-
-    def peer(self, stage: int) -> Peer:
-        """Return the peer, with its record as a server of this stage."""
-        run, links, exchange = self.run, self.links, self.manifest.exchange
-        role = role_of(stage if self.machine.evaluates else UNMEASURED)
-        incarnation = unseal(links.record(role=role), run).incarnation
-        peer = Peer(
-            RunTerms(run, self.manifest.run.seed, exchange.view_s, exchange.branch_after_s),
-            self.identity,
-            links,
-            self.directory,
-            incarnation=incarnation,
-            record=links.record,
-            compute=Worker("codec"),
+def _node(
+    machine: MachineOptions,
+    session: Session,
+    links: ZmqLinks,
+    stage: int,
+    trains: bool,
+    text: NodeText,
+    weights: WeightsFolder | None,
+    before: Checkpoint | None = None,
+) -> NodeProcess:
+    """Assemble the node over the session's peer, whose first weights these are; its worker threads
+    end with the process. `before` is the last checkpoint of a whole replica that returns to a
+    run."""
+    manifest, run, peer = session.known.manifest, session.known.run, session.peer
+    torch.set_num_threads(machine.threads)
+    history = History.open(machine.folder.path, time.time)
+    journal = RunRecorder(history, links.total_bytes)
+    files, worker = Worker("files"), TimedWorker("train")
+    report = trimmed(journal.report, files, peer.context.spawn)
+    part: Part[Checkpoint]
+    if manifest.pipeline is not None:
+        part, keepers = part_of(
+            machine, manifest, run, peer, text, report, stage, trains, worker, weights
         )
-        peer.ticks.rests = True
-        peer.context.shelve = Shelf(self.machine.folder.rounds, Worker("files"))
-        return peer
-
-    def node(
-        self,
-        peer: Peer,
-        stage: int,
-        trains: bool,
-        text: NodeText,
-        weights: WeightsFolder | None,
-        before: Checkpoint | None = None,
-    ) -> NodeProcess:
-        """Assemble the node, whose first weights these are; its worker threads end with the
-        process. `before` is the last checkpoint of a whole replica that returns to a run."""
-        machine, manifest, run = self.machine, self.manifest, self.run
-        torch.set_num_threads(machine.threads)
-        history = History.open(machine.folder.path, time.time)
-        journal = RunRecorder(history, self.links.total_bytes)
-        files, worker = Worker("files"), TimedWorker("train")
-        report = trimmed(journal.report, files, peer.context.spawn)
-        part: Part[Checkpoint]
-        if manifest.pipeline is not None:
-            part, keepers = part_of(
-                machine, manifest, run, peer, text, report, stage, trains, worker, weights
-            )
-        else:
-            part, keeper = replica_of(
-                machine, manifest, run, peer, text, report, files, weights, worker, before
-            )
-            keepers = [keeper]
-        return NodeProcess(
-            machine,
-            manifest,
-            run,
-            self.founder,
-            part,
-            self.directory,
-            self.links,
-            history,
-            journal,
-            keepers,
-            worker,
-            tokenizer=text.tokenizer,
+    else:
+        part, keeper = replica_of(
+            machine, manifest, run, peer, text, report, files, weights, worker, before
         )
+        keepers = [keeper]
+    return NodeProcess(
+        machine,
+        session,
+        links,
+        part,
+        history,
+        journal,
+        keepers,
+        worker,
+        tokenizer=text.tokenizer,
+    )

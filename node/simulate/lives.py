@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from farflock.node.assembly.peer_world import Files, PeerWorld, peer_over
 from farflock.node.run.terms import RunPlan
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import STORE_BYTES, Peer, RunTerms
@@ -52,16 +53,12 @@ class SimPeers:
         is always the same one, of a replica."""
         self.births += 1
         me, sealed = self.identities[number], record or partial(self.record, number)
-        self.lines.append(self.network.links(me.peer))
-        self.here[number] = Peer(
-            self.terms,
-            me,
-            self.lines[-1],
-            self.table.directory(me.peer) if self.table is not None else None,
-            incarnation=self.births,
-            record=partial(sealed, self.births),
-            store_bytes=self.store_bytes,
-        )
+        line = self.network.links(me.peer)
+        self.lines.append(line)
+        line.record = partial(sealed, self.births)
+        directory = self.table.directory(me.peer) if self.table is not None else None
+        world = PeerWorld(line, directory, files=Files(store_bytes=self.store_bytes))
+        self.here[number] = peer_over(world, me, self.terms)
         return self.here[number]
 
     def record(self, number: int, birth: int, sequence: int = 0, role: str = "replica") -> bytes:

@@ -116,6 +116,8 @@ class MemoryTable:
 class MemoryDirectory:
     """`Directory` over a `MemoryTable`: one run, one peer. Refuses what `DhtDirectory` refuses."""
 
+    addresses: tuple[str, ...] = ()  # nobody dials in memory
+
     def __init__(self, table: MemoryTable, me: PeerId) -> None:
         """Use `MemoryTable.directory`."""
         self._table, self.me = table, me

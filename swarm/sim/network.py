@@ -200,6 +200,7 @@ class SimLinks:
 
     def __init__(self, network: SimNetwork, me: PeerId) -> None:
         self._network, self._me = network, me
+        self.record: Callable[[], bytes] = bytes  # seals this peer's own; its owner sets it
         self._inbox: asyncio.Queue[tuple[PeerId, bytes]] = asyncio.Queue(INBOX_FRAMES)
         self._held: dict[PeerId, collections.deque[tuple[PeerId, bytes]]] = {}
         self._up_free_s = self._down_free_s = 0.0

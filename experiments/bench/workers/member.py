@@ -7,12 +7,12 @@ the swarm alone.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from farflock.experiments.bench.workers.fleet import Owner
+from farflock.node.assembly.peer_world import Clock, PeerWorld, Workers, peer_over
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.protocol.views import View
@@ -44,24 +44,15 @@ async def member(
     """Run a peer on real links, not yet in any view; send its record to the owner, if any. Its
     record has this `role`; without one, that of a whole model."""
     identity = Identity.from_seed(place.number.to_bytes(32, "big"))
-    incarnation = place.number + 1
-    links = await ZmqLinks.open(
-        identity, RUN, LinkOptions(incarnation=incarnation, listen=f"tcp://{place.host}:0")
-    )
+    options = LinkOptions(incarnation=place.number + 1, listen=f"tcp://{place.host}:0")
+    links = await ZmqLinks.open(identity, RUN, options)
     try:
-        peer = Peer(
-            terms,
-            identity,
-            links,
-            None,
-            incarnation=incarnation,
-            record=partial(links.record, role=role),
-            compute=compute,
-        )
-        peer.ticks.rests = True
+        record = links.record(role=role)
+        world = PeerWorld(links, None, Clock(rests=True), Workers(compute))
+        peer = peer_over(world, identity, terms)
         async with peer.running():
             if owner is not None:
-                owner.say("record", record=links.record(role=role).hex())
+                owner.say("record", record=record.hex())
             yield peer
     finally:
         await links.close()

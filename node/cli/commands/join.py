@@ -68,8 +68,8 @@ def command(
     invited = parse(invite, time.time())
     if dry_run:
         return _look(out, machine_of(machine), invited, (peers, uplink, step_s))
+    from farflock.node.assembly.known_run import LEARN_TIMEOUT_S
     from farflock.node.cli.commands.training import train
-    from farflock.node.process.network import LEARN_TIMEOUT_S
     from farflock.node.process.node_process import join
 
     def greet(node: "NodeProcess") -> None:

@@ -18,7 +18,8 @@ def said(card, folder, role, pipeline=None, **options):
     )
     manifest = SimpleNamespace(pipeline=pipeline, train=SimpleNamespace(batch=16))
     part = SimpleNamespace(role=role)
-    return NodeProcess(machine, manifest, *(None,) * 2, part, *(None,) * 6).says_device()
+    session = SimpleNamespace(known=SimpleNamespace(manifest=manifest))
+    return NodeProcess(machine, session, None, part, *(None,) * 4).says_device()
 
 
 @pytest.mark.parametrize(

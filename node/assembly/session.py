@@ -1,0 +1,167 @@
+"""The one way into a run: a `Session` is one life of one peer in it, in any `PeerWorld`.
+
+A process, a program's own loop, a swarm in memory and a visitor take the same steps: the run is
+known (node/assembly/known_run.py), the peer runs, a part is assembled over it, and `start`, `join`
+or `resume` brings that part in. What differs between them is in the world, as data.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from farflock.node.assembly.known_run import KnownRun
+from farflock.node.assembly.part import Part
+from farflock.node.assembly.peer_world import PeerWorld, peer_over
+from farflock.node.errors import Failure
+from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
+from farflock.node.state.paths import RunFolder, write_whole
+from farflock.swarm.identity import Identity
+from farflock.swarm.peer.snapshots import DownloadProgress
+from farflock.swarm.tasks import cancel
+
+HEAD_EVERY_S = 60.0
+REMEMBER_EVERY_S = 1.0  # a founder killed before it knows other members would start the run again
+INVITE_LASTS_S = 7 * 24 * 3600
+INVITE_ROUND_S = 3600  # an invite's end is rounded up, so that a status changes only with the node
+
+SavedT = TypeVar("SavedT")
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """One life of a peer in a known run. Use as `async with session.running():`.
+
+    While a part is in, members of the run get its terms from this peer, find it in the directory by
+    its signed head, and this peer remembers their addresses. A block that ends says goodbye; one
+    that an error ends is a kill."""
+
+    def __init__(self, world: PeerWorld, identity: Identity, known: KnownRun) -> None:
+        self.world, self.known = world, known
+        self.peer = peer_over(world, identity, known.terms)
+        self.silent = False  # no other member stays, so there is nobody to say goodbye to
+        self._is_in = False
+        self._helpers: list[asyncio.Task[None]] = []
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Session"]:
+        """Run the peer, without a part yet; leave the run with the block, and end its tasks."""
+        async with self.peer.running():
+            try:
+                yield self
+                await self.leave()  # not reached by an error
+            finally:
+                for ended in await cancel(*self._helpers):
+                    if isinstance(ended, Exception):
+                        log.error("a background task of the peer failed", exc_info=ended)
+
+    def start(self, part: Part[Any]) -> None:
+        """Start the run with this part's weights."""
+        part.found()
+        self._stay()
+
+    async def join(
+        self,
+        part: Part[Any],
+        timeout_s: float,
+        downloaded: DownloadProgress = lambda here, total: None,
+    ) -> None:
+        """Bring a part into the run of others, once it has the state; raise what the part raises,
+        such as `TimeoutError`, if no member answers."""
+        await part.join(self.known.records, timeout_s, downloaded)
+        self._stay()
+
+    async def resume(self, part: Part[SavedT], saved: SavedT) -> None:
+        """Start the run again, which no other peer has kept, where this node stopped."""
+        await part.resume(saved)
+        self._stay()
+
+    async def watch(self, timeout_s: float) -> None:
+        """Learn the run's members without a part in it; raise `TimeoutError` if none answers."""
+        await self.peer.meet(self.known.records, timeout_s)
+
+    async def leave(self) -> None:
+        """Say goodbye, once, if a part is in."""
+        if self._is_in and not self.silent:
+            await self.peer.part()
+        self._is_in = False
+
+    def invite(self) -> str:
+        """Return an invite with this peer's address and those of others, since this one may have
+        none, or may stop; raise `Failure` if no address is known."""
+        directory = self.world.directory
+        own = () if directory is None else directory.addresses[:1]
+        addresses = (*own, *self._others())
+        if not addresses:
+            raise Failure(
+                "no invite can be made",
+                "this peer has no address that others could reach",
+                "get one from another member",
+            )
+        return mint(self._invite(addresses))
+
+    def _others(self) -> tuple[str, ...]:
+        """Return one address of each other member that has any, followed by those used to join."""
+        # as a list, for a program may ask for an invite from its own thread
+        records = list(self.peer.membership.records.values())
+        others = [record for record in records if record.doors and record.peer != self.peer.me]
+        return (*(record.doors[0] for record in others), *self.known.addresses)
+
+    def _invite(self, addresses: Sequence[str]) -> Invite:
+        distinct = tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
+        ends_s = self.world.clock.now_s() + INVITE_LASTS_S
+        ends = math.ceil(ends_s / INVITE_ROUND_S) * INVITE_ROUND_S
+        return Invite(self.known.run, self.known.founder, distinct, ends)
+
+    # while a part is in
+
+    def _stay(self) -> None:
+        self._is_in = True
+        self.peer.context.store.put(self.known.manifest.canonical(), "manifest")
+        for helper in (self._publish(), self._remember()):
+            self._helpers.append(asyncio.create_task(helper))
+
+    async def _publish(self) -> None:
+        """Publish the head again and again, as every member does, so that the run can be found
+        without its founder."""
+        while self.world.directory is not None:
+            await self.world.directory.publish_head(self.known.run, self.known.head)
+            await asyncio.sleep(HEAD_EVERY_S)
+
+    async def _remember(self) -> None:
+        """Keep the addresses of other members on disk for the next start."""
+        known: tuple[str, ...] = ()
+        while self.world.files.folder is not None:
+            if (others := self._others()) and others != known:
+                with contextlib.suppress(OSError):  # a full disk must not end the node
+                    AddressCache(self.world.files.folder).write(self._invite(others))
+                    known = others
+            await asyncio.sleep(REMEMBER_EVERY_S)
+
+
+class AddressCache:
+    """The last known addresses of members, by which a restarted node finds its run again even if
+    some of them are gone.
+
+    They are in `doors.json` in the node's folder: the run, its founder, and up to
+    `MAX_ADDRESSES` addresses."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._path = folder.path / "doors.json"
+
+    def write(self, invite: Invite) -> None:
+        """Store an invite."""
+        write_whole(self._path, msgspec.json.encode(msgspec.structs.astuple(invite)))
+
+    def read(self, run: str) -> Invite | None:
+        """Return the invite stored for this run, or None if there is none or it cannot be read."""
+        try:
+            invite = msgspec.json.decode(self._path.read_bytes(), type=Invite)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return invite if invite.run == run else None

@@ -1,0 +1,102 @@
+"""What a joiner learns of a run before it takes part."""
+
+import time
+
+import pytest
+
+from farflock.node.assembly import known_run
+from farflock.node.assembly.peer_world import Clock, PeerWorld
+from farflock.node.errors import RefusedByRun
+from farflock.node.run.invite import Invite
+from farflock.node.run.manifest import Head, seal_head, simulated_default
+from farflock.node.run.model_section import ModelSection, UserModel
+from farflock.node.run.sections import PROTOCOL
+from farflock.node.run.user_terms import founded, wish
+from farflock.swarm.identity import Identity
+from farflock.swarm.record import Record, seal
+from farflock.swarm.sim.virtual_time import run_virtual
+
+
+class Directory:
+    """A directory that has one head and the record of one member."""
+
+    def __init__(self, head):
+        self._head = head
+
+    async def heads(self, run):
+        return [self._head]
+
+    async def peers(self, run):
+        return [seal(FOUNDER, Record(run, FOUNDER.peer, 1, 1, curve=bytes(32)))]
+
+
+class Links:
+    """Links that learn records and do nothing else."""
+
+    me = "a joiner"
+
+    def learn(self, record):
+        pass
+
+
+FOUNDER = Identity.from_seed(bytes(32))
+NODES = simulated_default(())
+PROGRAMS = founded(wish(UserModel(2, 3, "ab" * 32, "SGD"), None, {}, {}))
+
+
+@pytest.fixture
+def learn(monkeypatch):
+    """Learn the run of a manifest, whose members send `raw`."""
+
+    def learnt(manifest, raw=None, model=ModelSection, protocol=PROTOCOL):
+        run, sent = manifest.run_id(FOUNDER.peer), manifest.canonical() if raw is None else raw
+        head = seal_head(FOUNDER, Head(run, FOUNDER.peer, bytes(32), len(sent), 0, protocol))
+        invite = Invite(run, FOUNDER.peer, (), 0)
+
+        async def fetch_chunk(*asked):
+            return sent
+
+        monkeypatch.setattr(known_run, "fetch_chunk", fetch_chunk)
+        world = PeerWorld(Links(), Directory(head), Clock(time.time))
+        known = run_virtual(known_run.learn_run(world, invite, 5.0, model))
+        assert known.head == head
+        return known.manifest
+
+    return learnt
+
+
+def test_a_joiner_learns_the_manifest_of_its_invite(learn):
+    assert learn(NODES) == NODES
+    assert learn(PROGRAMS, model=UserModel) == PROGRAMS
+
+
+@pytest.mark.parametrize(("here", "model"), [(NODES, ModelSection), (PROGRAMS, UserModel)])
+def test_the_manifest_of_another_run_is_refused(learn, here, model):
+    raw = here.canonical().replace(b"seed = ", b"seed = 9")
+    with pytest.raises(
+        RefusedByRun, match="the members sent the manifest of another run: its hash"
+    ):
+        learn(here, raw, model)
+
+
+def test_an_invite_to_a_run_of_the_other_kind_names_the_way_in(learn):
+    with pytest.raises(RefusedByRun, match=r"joined in another way.*`farflock join INVITE`"):
+        learn(NODES, model=UserModel)
+    with pytest.raises(RefusedByRun, match=r"joined in another way.*farflock\.SwarmOptimizer"):
+        learn(PROGRAMS)
+
+
+@pytest.mark.parametrize("raw", [b" ", b"\xff\xfe", b"[model]\ntensors = 1\n", b"[model", b"a=1"])
+@pytest.mark.parametrize("model", [ModelSection, UserModel])
+def test_anything_else_that_members_send_is_refused(learn, raw, model):
+    with pytest.raises(RefusedByRun):
+        learn(NODES if model is ModelSection else PROGRAMS, raw, model)
+
+
+def test_an_invite_of_an_earlier_protocol_is_refused_before_its_terms_are_read(learn):
+    with pytest.raises(RefusedByRun) as refusal:
+        learn(PROGRAMS, b"in another language", UserModel, protocol=9)
+    assert str(refusal.value) == (
+        f"the run has another protocol: it speaks version 9, this program version {PROTOCOL};"
+        " use the version of farflock that made it"
+    )
