@@ -204,7 +204,7 @@ def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_no_peer_asks
     assert lost - named, "it never had anything that was lost with it"
 
 
-@pytest.mark.ci_more
+@pytest.mark.long
 def test_a_replica_keeps_every_stage_without_servers_and_newcomers_adopt_its_state():
     one = audit(3, 1, 1, replicas=2)
     seen = {}
