@@ -194,9 +194,9 @@ class StateSync:
         """Take over a downloaded snapshot, in the worker; return each stream's last round."""
         state = _decoded(snapshot, file)
         rounds = self._rounds_in(state)
-        self._driver.cuts.before_change()
-        self._driver.method.restore(self._driver.replica, state, "adopt")
-        drop_spoiled(self._driver.replica)
+        with self._driver.cuts.changing():
+            self._driver.method.restore(self._driver.replica, state, "adopt")
+            drop_spoiled(self._driver.replica)
         return rounds
 
     def _rounds_in(self, state: State) -> dict[str, int]:
