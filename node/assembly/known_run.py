@@ -13,7 +13,7 @@ from farflock.node.assembly.peer_world import PeerWorld
 from farflock.node.errors import RefusedByRun
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Head, Manifest, parse, seal_head, unseal_head
-from farflock.node.run.model_section import ModelKind, ModelSection
+from farflock.node.run.model_section import ModelKind, ModelSection, UserModel
 from farflock.node.run.sections import require_same_protocol
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.identity import Identity
@@ -88,6 +88,19 @@ async def learn_run(
         f"none of its members answered within {timeout_s:.0f} s",
         "check that a member is running, and ask for a new invite",
     )
+
+
+async def listed_by_members(links: Links, known: KnownRun, ours: bytes) -> bytes:
+    """Return the list of the tensors of the run's model (node/run/tensor_list.py) from a member, if
+    it is not ours; empty if there is none, or nobody sends it."""
+    model = known.manifest.model
+    if not isinstance(model, UserModel) or not (model.listing and model.listing_bytes):
+        return b""
+    digest, members = bytes.fromhex(model.listing), known_members(links, known.records, known.run)
+    if digest == digest_of(ours) or not members:
+        return b""
+    size = model.listing_bytes
+    return await fetch_chunk(links, known.run, digest, size, members, FETCH_TIMEOUT_S) or b""
 
 
 def _verified(raw: bytes, invite: Invite, model: ModelKind) -> Manifest:

@@ -79,12 +79,14 @@ class ExternalStep:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """An optimizer's request to an entry point: the terms it named, its model, and its reports."""
+    """An optimizer's request to an entry point: the terms it named, its model, its reports, and the
+    list of its tensors (node/run/tensor_list.py), which others may ask for."""
 
     wished: TomlTable
     replica: "PlainReplica | FsdpReplica"
     training_task: ExternalStep
     report: Report
+    listed: bytes = b""
 
 
 @dataclass(slots=True)

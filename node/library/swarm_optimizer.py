@@ -4,33 +4,37 @@ The driver is that of node/loop.py. The local step runs in the caller's thread, 
 one background thread. `step` returns once the driver has nothing to apply or to wait for.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import nn
 
 from farflock.compression.codec import UnencodableTensor
 from farflock.node.errors import Failure, Usage
+from farflock.node.library.evaluated_model import EvaluatedModel
 from farflock.node.library.jump_watch import Jumps, JumpWatch, OnJump
 from farflock.node.library.last_round import OwnSteps, finish, run_steps
 from farflock.node.library.loop_measures import LoopMeasures, RoundReport
-from farflock.node.library.model_check import require_trainable
+from farflock.node.library.model_check import refuse_copies, require_trainable
 from farflock.node.library.own_defaults import Closure, own_defaults
 from farflock.node.library.parameter_watch import ParameterWatch
 from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest, OptimizerNode
 from farflock.node.library.rank_calls import RankFacts, is_grouped, rank_calls, unwrapped
 from farflock.node.library.remembered import recall, remember
 from farflock.node.library.scheduled import tell_of_late_start
+from farflock.node.library.step_gradients import Held, asked_by_a_scaler, kept, take_scale
 from farflock.node.library.telling import tell
 from farflock.node.model.device import Device, lacks_for_outer
 from farflock.node.model.replica import OnDevice, Storage, in_memory
 from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
 from farflock.node.run.sections import require_name
+from farflock.node.run.tensor_list import encode, list_tensors
 from farflock.node.run.user_terms import fingerprint, founded, wish
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
@@ -44,7 +48,7 @@ from farflock.optimizers.parts.portable_inner import make_portable
 if TYPE_CHECKING:
     from transformers import Trainer
 
-InnerSpec = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+InnerSpec = str | torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 MEMBERS_TIMEOUT_S = 600.0
 DRAIN_S = 5.0
@@ -58,22 +62,24 @@ class SwarmOptimizer(torch.optim.Optimizer):
     and its options (`period`, `codec`, `deadline_s`, …) are those of a manifest; a joiner may leave
     them out, and must not contradict the run's.
 
-    `inner` makes the steps between exchanges: "adamw", "sgd", "muon" or "nadam" with `lr`, or a
-    function from parameters to any torch optimizer. You or your scheduler set the learning rate in
-    `param_groups`, which are the inner optimizer's. Some methods need a certain one: demo and
-    flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose moments it can send. A step adds
-    `tokens_per_step` to the run's progress. Links are on `host` (default: loopback). `folder` keeps
-    the identity; without it, the identity is temporary. `outer_state="disk"` keeps the method's
-    state in memory-mapped files of the folder, for models whose state does not fit into memory;
-    `outer_state="device"` keeps it, and encodes and computes with it, on the device of the model.
-    `on_jump` says what follows if the program changes weights outside of a step, in the first step
-    among others or by more than a round: "refuse" (an error, the default), "adopt" (the run's
-    weights come back, the default under a trainer that loads checkpoints), or "keep".
+    `inner` makes the steps between exchanges: "adamw", "sgd", "muon" or "nadam" with `lr`, or any
+    torch optimizer of the model's parameters, or a function that makes one from them. You or your
+    scheduler set the learning rate in `param_groups`, which are the inner optimizer's. Some methods
+    need a certain one: demo and flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose
+    moments it can send. A step adds `tokens_per_step` to the run's progress. Links are on `host`
+    (default: loopback). `folder` keeps the identity; without it, the identity is temporary.
+    `outer_state="disk"` keeps the method's state in memory-mapped files of the folder, for models
+    whose state does not fit into memory; `outer_state="device"` keeps it, and encodes and computes
+    with it, on the device of the model. `on_jump` says what follows if the program changes weights
+    outside of a step, in the first step among others or by more than a round: "refuse" (an error,
+    the default), "adopt" (the run's weights come back, the default under a trainer that loads
+    checkpoints), or "keep".
 
     A step waits only for an exchange that is due, and at most until its deadline; later results are
-    applied in a later step. Frozen parameters stay as they are and must be equal everywhere;
-    buffers are each peer's own. Use `with SwarmOptimizer(...) as opt:` or call `close`. `step`
-    raises network errors.
+    applied in a later step. Frozen parameters stay as they are and must be equal everywhere; with
+    `frozen="any"`, or another name on which all peers agree, such as that of a base model, they are
+    not compared, and may have other types. Buffers are each peer's own. Use `with
+    SwarmOptimizer(...) as opt:` or call `close`. `step` raises network errors.
 
     In a program that several processes run (torch.distributed is initialised, the model under FSDP2
     or DDP), they are one peer: rank 0 is in the swarm, and the others make the same calls.
@@ -108,14 +114,17 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._ready = False
             super().__init__(self._inner.param_groups, self._inner.defaults)
             self.param_groups, self.state = self._inner.param_groups, self._inner.state
-            theirs = fingerprint(model, self._inner)  # of frozen shards: all ranks take part
+            frozen = options.get("frozen")
+            listed = list_tensors(model, with_frozen=frozen is None)  # all ranks take part
             self._replica = self._ranks.replica(model, self._inner)
             self._training_task, self._news = ExternalStep(tokens_per_step), LoopMeasures()
             self._watch, self._own = ParameterWatch(model), OwnSteps()
-            self._held: dict[str, torch.Tensor] = {}
+            self._held = Held(self._replica)
+            self._evaluated = EvaluatedModel(model, self._watch.trained, self._ranks)
             self.follows_run = False
             if leads:
                 self._replica.storage = _storage(outer_state, model, folder)
+                theirs = fingerprint(model, self._inner, listed, frozen)
                 wished = wish(theirs, method, {"name": run, "seed": seed}, options)
                 if not isinstance(invite, str):  # a joining peer learns the run's terms later
                     terms = founded(wished)
@@ -128,9 +137,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
                     invite = NetworkEntryPoint(invite, host, port, dht_port, client_mode, folder)
                 news, task = self._news, self._training_task
                 self._life, end = invite.enter(
-                    JoinRequest(wished, self._replica, task, news.report)
+                    JoinRequest(wished, self._replica, task, news.report, encode(listed))
                 )
-                self._end = weakref.finalize(self, end)
+                self._here, self._end = self._life.value, weakref.finalize(self, end)
                 self._jumps.watch = JumpWatch(self._watch.trained)
                 self._here.loop.counted = self._own.counted
                 made = self._here.loop.driver.method
@@ -147,19 +156,29 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     # torch's optimizer
 
+    _step_supports_amp_scaling = property(asked_by_a_scaler)
+
     def step(self, closure: Closure | None = None) -> Any:  # noqa: ANN401 - torch's
         """Make a local step with the present gradients (or those of `closure`), and the exchanges
-        that are due.
+        that are due. The gradients stay. A step that a `GradScaler` skips counts, and changes
+        nothing.
 
         Return the closure's result. After Ctrl-C the exchange continues, and the next call waits
         for it. Raise `Usage`, before anything is sent, if the model's parameters are not those
         that it had when this optimizer was made.
         """
-        return self._ranks.step(self._step, closure)
+        overflowed = take_scale(self)
+        with kept(self, closure) as closure:
+            if overflowed:  # the step counts, and changes nothing
+                super().zero_grad()
+            return self._ranks.step(partial(self._step, overflowed), closure)
 
-    def _step(self, closure: Closure | None) -> Any:  # noqa: ANN401 - torch's
+    def _step(self, overflowed: bool, closure: Closure | None) -> Any:  # noqa: ANN401 - torch's
         life, loop = self._life, self._here.loop
+        self._evaluated.require_own()
         self._watch.check()
+        if overflowed:
+            self._held.put_back()
         if self._jumps.answer(self._here, not self._own.made, life.call, self._news.waiting):
             self._inner.zero_grad()
         with self._news.waiting():
@@ -184,16 +203,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._own.tell_of_tokens(self.tokens_per_step)
         self._news.stepped(self.tokens_per_step)
         self._jumps.watch.mark(self.last_round)
-        keeps = loop.driver.method.keeps_gradients and loop.driver.pending
-        self._held = self._replica.read(self._replica.names, "grad") if keeps else {}
+        self._held.note(loop.driver)
         return self._training_task.returned
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop this program's gradients, but keep those that a method has yet to send (DDP)."""
         with self._ranks.together():
             super().zero_grad(set_to_none)
-            if any(bool(gradient.any()) for gradient in self._held.values()):
-                self._replica.write(self._held, "grad")
+            self._held.put_back()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state, with the method's under "swarm" (None in ranks other
@@ -229,12 +246,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise `Usage`: a copy would be a second peer with this one's identity."""
-        why = "it is one peer of a run"
-        raise Usage(
-            "an optimizer cannot be copied or pickled", why, "copy or save its state_dict()"
-        )
+    __reduce_ex__ = refuse_copies
 
     # the swarm
 
@@ -307,6 +319,26 @@ class SwarmOptimizer(torch.optim.Optimizer):
         with self._ranks.together() as leads:
             found = self._life.call(self._here.eval_params) if leads else {}
             return self._watch.like_model(found)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let the model hold what `eval_params` returns while the block lasts, and then the
+        program's own parameters again, bit for bit. Buffers stay. No step can be made inside."""
+        try:
+            with self._evaluated.block(lambda work: self._life.call(lambda: work(self._here))):
+                yield
+        finally:
+            if not self._ranks.said:
+                self._jumps.watch.mark(self.last_round)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:  # noqa: ANN401 - theirs
+        """Save the model with what `eval_params` returns, by its own method of this name (those of
+        transformers, peft and diffusers have one), which gets the options; rank 0 alone saves.
+        Raise `Usage` if it has none, or is in shards."""
+        save = self._evaluated.saving()
+        with self.evaluating():
+            if not self._ranks.said:
+                save(folder, **options)
 
     def measures(self) -> dict[str, float]:
         """Return what this peer has measured so far, for loggers of your own; nothing once it is
@@ -387,10 +419,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """Leave the run: patiently after success, at once after an exception."""
         self.close(patient=kind is None)
 
-    @property
-    def _here(self) -> OptimizerNode:
-        return self._life.value
-
 
 def _is_alone(here: OptimizerNode) -> bool:
     """Return whether a run is this peer's, and nobody else is in it."""
@@ -466,23 +494,22 @@ def inner_optimizer(model: nn.Module, inner: InnerSpec, lr: float | None) -> tor
         except ValueError as error:
             raise Usage("inner", str(error), "") from None
     if lr is not None:
-        raise Usage(
-            "lr", "the function given as `inner` sets its own learning rate", "leave lr out"
-        )
-    made = inner([entry for entry in model.parameters() if entry.requires_grad])
+        raise Usage("lr", "what is given as `inner` sets its own learning rate", "leave lr out")
+    trained = [entry for entry in model.parameters() if entry.requires_grad]
+    made = inner if isinstance(inner, torch.optim.Optimizer) else inner(trained)
     if not isinstance(made, torch.optim.Optimizer) or isinstance(
         made, torch.optim.LBFGS | SwarmOptimizer
     ):
         raise Usage(
             "inner",
-            f"the function returned a {type(made).__name__}",
-            "give one that returns a first-order torch optimizer",
+            f"it is a {type(made).__name__}, or makes one",
+            "give a first-order torch optimizer, or a function that makes one",
         )
     theirs = {id(entry) for entry in model.parameters()}
     if any(id(entry) not in theirs for group in made.param_groups for entry in group["params"]):
         raise Usage(
             "inner",
-            "the function's optimizer trains parameters that are not the model's",
-            "build it from the parameters that the function is given",
+            "its optimizer trains parameters that are not the model's",
+            "build it from the parameters of the model that SwarmOptimizer gets",
         )
     return made
