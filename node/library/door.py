@@ -91,7 +91,7 @@ class NetworkEntryPoint:
             addresses = () if isinstance(way, Manifest) else way.addresses
             async with network(machine, identity, run, addresses) as (world, links):
                 if isinstance(way, Manifest):
-                    known = own_run(identity, way)
+                    known = own_run(identity, way, join_request.listed)
                 else:
                     known = await learn_run(world, way, JOIN_TIMEOUT_S, UserModel)
                     theirs = await listed_by_members(links, known, join_request.listed)

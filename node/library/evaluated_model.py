@@ -57,9 +57,9 @@ class EvaluatedModel:
 
     def saving(self) -> Callable[..., object]:
         """Return the model's own method that saves it; raise `Usage` if it has none that works."""
-        save = getattr(self._model, SAVE, None)
+        save: Callable[..., object] | None = getattr(self._model, SAVE, None)
         kind, remedy = type(self._model).__name__, "save what eval_params() returns"
-        if not callable(save):
+        if save is None:
             raise Usage(SAVE, f"a {kind} has no method of this name", remedy)
         if any(hasattr(entry, "to_local") for entry in self._trained.values()):
             raise Usage(SAVE, f"this process has only a shard of the {kind}", remedy)

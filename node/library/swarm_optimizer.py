@@ -17,6 +17,11 @@ from torch import nn
 
 from farflock.compression.codec import UnencodableTensor
 from farflock.node.errors import Failure, Usage
+from farflock.node.library.averaged_buffers import (
+    AveragedBuffers,
+    averaged_buffers,
+    require_average,
+)
 from farflock.node.library.evaluated_model import EvaluatedModel
 from farflock.node.library.jump_watch import Jumps, JumpWatch, OnJump
 from farflock.node.library.last_round import OwnSteps, finish, run_steps
@@ -35,12 +40,12 @@ from farflock.node.model.replica import OnDevice, Storage, in_memory
 from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
 from farflock.node.run.sections import require_name
 from farflock.node.run.tensor_list import encode, list_tensors
-from farflock.node.run.user_terms import fingerprint, founded, wish
+from farflock.node.run.user_terms import TomlTable, fingerprint, founded, wish
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.ending import drain
 from farflock.optimizers.catalog import NAMES
-from farflock.optimizers.method import Method
+from farflock.optimizers.method import Method, Replica
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.layers import is_numbered, layers_of
 from farflock.optimizers.parts.portable_inner import make_portable
@@ -78,8 +83,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
     A step waits only for an exchange that is due, and at most until its deadline; later results are
     applied in a later step. Frozen parameters stay as they are and must be equal everywhere; with
     `frozen="any"`, or another name on which all peers agree, such as that of a base model, they are
-    not compared, and may have other types. Buffers are each peer's own. Use `with
-    SwarmOptimizer(...) as opt:` or call `close`. `step` raises network errors.
+    not compared, and may have other types. Buffers are each peer's own;
+    with `buffers="average"` (all peers), those of floats that a state dict has, such as BatchNorm's
+    statistics, are averaged with each round of an exact method. Use `with SwarmOptimizer(...) as
+    opt:` or call `close`. `step` raises network errors.
 
     In a program that several processes run (torch.distributed is initialised, the model under FSDP2
     or DDP), they are one peer: rank 0 is in the swarm, and the others make the same calls.
@@ -114,8 +121,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._ready = False
             super().__init__(self._inner.param_groups, self._inner.defaults)
             self.param_groups, self.state = self._inner.param_groups, self._inner.state
-            frozen = options.get("frozen")
-            listed = list_tensors(model, with_frozen=frozen is None)  # all ranks take part
+            buffers = averaged_buffers(model, options.get("buffers"))
+            with_frozen, averaged = options.get("frozen") is None, buffers and buffers.agreed
+            # of frozen shards: all ranks take part
+            listed = list_tensors(model, with_frozen=with_frozen, buffers=averaged)
             self._replica = self._ranks.replica(model, self._inner)
             self._training_task, self._news = ExternalStep(tokens_per_step), LoopMeasures()
             self._watch, self._own = ParameterWatch(model), OwnSteps()
@@ -124,11 +133,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self.follows_run = False
             if leads:
                 self._replica.storage = _storage(outer_state, model, folder)
-                theirs = fingerprint(model, self._inner, listed, frozen)
+                theirs = fingerprint(model, self._inner, listed)
                 wished = wish(theirs, method, {"name": run, "seed": seed}, options)
                 if not isinstance(invite, str):  # a joining peer learns the run's terms later
-                    terms = founded(wished)
-                    require_fit(terms.method.name, terms.build(), self._inner, self._replica.names)
+                    require_founded(wished, self._inner, self._replica, buffers)
                 elif method is not None:
                     require_name("method.name", method, dict.fromkeys(NAMES))
                 if invite is None or isinstance(invite, str):
@@ -137,12 +145,12 @@ class SwarmOptimizer(torch.optim.Optimizer):
                     invite = NetworkEntryPoint(invite, host, port, dht_port, client_mode, folder)
                 news, task = self._news, self._training_task
                 self._life, end = invite.enter(
-                    JoinRequest(wished, self._replica, task, news.report, encode(listed))
+                    JoinRequest(wished, self._replica, task, news.report, encode(listed), buffers)
                 )
                 self._here, self._end = self._life.value, weakref.finalize(self, end)
                 self._jumps.watch = JumpWatch(self._watch.trained)
                 self._here.loop.counted = self._own.counted
-                made = self._here.loop.driver.method
+                made = self._here.terms.build()
                 try:
                     require_fit(self.method, made, self._inner, self._replica.names)
                 except Usage:
@@ -474,6 +482,21 @@ def _device_of(model: nn.Module) -> torch.device:
     if why:
         raise Usage('outer_state="device"', why, 'leave outer_state out, or choose "disk"')
     return place
+
+
+def require_founded(
+    wished: TomlTable,
+    inner: torch.optim.Optimizer,
+    replica: Replica,
+    buffers: AveragedBuffers | None,
+) -> None:
+    """Raise `Usage` unless a founder's terms fit its inner optimizer, its layers and the buffers
+    that it wants to be averaged."""
+    terms = founded(wished)
+    made = terms.build()
+    require_fit(terms.method.name, made, inner, replica.names)
+    if buffers is not None:
+        require_average(terms.method.name, made, replica)
 
 
 def require_fit(

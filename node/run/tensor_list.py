@@ -1,12 +1,12 @@
-"""What a user's own model consists of, tensor by tensor: members send it to a joiner whose model is
-another one, so that its refusal names what differs.
+"""Lists of the tensors of users' own models: members send theirs to a joiner whose model is another
+one, so that its refusal names what differs.
 
-The manifest has the hash of this list. It comes from other peers: its size, its counts and the
-types in it are checked before anything is made of it.
+The founder's signed head has the hash of the list. It comes from other peers: its size, its counts
+and the types in it are checked before anything is made of it.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -36,9 +36,11 @@ class ListedTensor(msgspec.Struct, frozen=True, array_like=True):
 TensorList = tuple[ListedTensor, ...]
 
 
-def list_tensors(model: nn.Module, *, with_frozen: bool = True) -> TensorList:
-    """Return all parameters in the model's order, or only the trained ones."""
-    return tuple(
+def list_tensors(
+    model: nn.Module, *, with_frozen: bool = True, buffers: Mapping[str, Tensor] | None = None
+) -> TensorList:
+    """Return all parameters in the model's order, or only the trained ones; and these buffers."""
+    parameters = (
         ListedTensor(
             name,
             tuple(entry.shape),
@@ -48,6 +50,11 @@ def list_tensors(model: nn.Module, *, with_frozen: bool = True) -> TensorList:
         for name, entry in plain_parameters(model).items()
         if with_frozen or entry.requires_grad
     )
+    others = (
+        ListedTensor(f"{name} (a buffer)", tuple(x.shape), str(x.dtype))
+        for name, x in (buffers or {}).items()
+    )
+    return (*parameters, *others)
 
 
 def encode(tensors: TensorList) -> bytes:
@@ -74,9 +81,9 @@ def first_difference(here: Sequence[ListedTensor], run: Sequence[ListedTensor]) 
             return f"{_shown(name)} is missing here", BUILD
         if said := _differs(ours[name], expected):
             return f"{_shown(name)} {said[0]}", said[1]
-    for name, expected in zip(ours, theirs, strict=False):
-        if name in theirs and name != expected:
-            return f"{_shown(name)} is here in the place of {_shown(expected)}", BUILD
+    for name, other in zip(ours, theirs, strict=False):
+        if name in theirs and name != other:
+            return f"{_shown(name)} is here in the place of {_shown(other)}", BUILD
     extra = next((name for name in ours if name not in theirs), None)
     return () if extra is None else (f"{_shown(extra)} is not in the run's model", BUILD)
 

@@ -19,11 +19,9 @@ from farflock.node.run.sections import SENT, fill_method
 from farflock.node.run.tensor_list import (
     TensorList,
     decode,
-    encode,
     first_difference,
     list_tensors,
 )
-from farflock.swarm.chunk_store import digest_of
 
 TomlTable = dict[str, Any]
 
@@ -34,41 +32,37 @@ _AS_FOUNDED = (
     "build the model and its inner optimizer as the run's founder did, with the same names, shapes,"
     " types and frozen values"
 )
+OF_MODEL = ("frozen", "buffers")  # arguments that say what peers have in common, and average
 _SENT = (*SENT, "view_s")
 _COUNTS = ("model.tensors", "model.numbers")
 _GIVE = "leave it out to use the run's value, or give the same"
 
 
 def fingerprint(
-    model: nn.Module,
-    inner: torch.optim.Optimizer,
-    listed: TensorList | None = None,
-    frozen: str | None = None,
+    model: nn.Module, inner: torch.optim.Optimizer, listed: TensorList | None = None
 ) -> UserModel:
-    """Hash what peers must have in common: names, shapes and types of all parameters, and the
-    values of frozen ones; `listed` are these, if they are known. If a name is given for what is
-    `frozen`, that is all that is compared of it. Raise `Usage` if no parameter is trained."""
+    """Hash what peers must have in common, all of which may be `listed`: names, shapes and types of
+    all parameters, and the values of frozen ones. Raise `Usage` if no parameter is trained."""
     trained = [entry for entry in model.parameters() if entry.requires_grad]
     if not trained:
         raise Usage("the model", "all its parameters are frozen", "unfreeze some")
-    listed = list_tensors(model, with_frozen=frozen is None) if listed is None else listed
+    listed = list_tensors(model) if listed is None else listed
     digest = hashlib.sha256()
     for name, shape, dtype, values in map(msgspec.structs.astuple, listed):
         digest.update(f"{name}\x00{shape}\x00{dtype}\x00{not values}\x00".encode() + values)
-    numbers, raw = sum(entry.numel() for entry in trained), encode(listed)
-    known = {"listing": digest_of(raw).hex(), "listing_bytes": len(raw)} if raw else {}
-    print_ = UserModel(len(trained), numbers, digest.hexdigest(), type(inner).__name__, frozen)
-    return msgspec.structs.replace(print_, **known)
+    numbers = sum(entry.numel() for entry in trained)
+    return UserModel(len(trained), numbers, digest.hexdigest(), type(inner).__name__)
 
 
 def wish(model: UserModel, method: str | None, run: TomlTable, options: TomlTable) -> TomlTable:
     """Return a caller's arguments as tables of a manifest; arguments left out (None) are omitted.
-    The model comes first, as whatever else differs follows from another one; `frozen` is in it."""
+    The model comes first, as whatever else differs follows from another one."""
     sent = {name: options[name] for name in _SENT if options.get(name) is not None}
-    rest = {name: value for name, value in options.items() if name not in (*_SENT, "frozen")}
+    rest = {name: value for name, value in options.items() if name not in (*_SENT, *OF_MODEL)}
     named = {} if method is None else {"name": method}
     told = {name: value for name, value in run.items() if value is not None}
-    table = {"model": msgspec.to_builtins(model), "run": told}
+    chosen = {name: options[name] for name in OF_MODEL if options.get(name) is not None}
+    table = {"model": msgspec.to_builtins(model) | chosen, "run": told}
     return table | {"method": {**named, "options": rest}, "exchange": sent}
 
 
@@ -87,10 +81,11 @@ def require_agreed(
     its run's manifest; if lists of both models are there (tensor_list.py), with the first tensor
     that differs."""
     known = dict(places(manifest.to_tables()))
-    frozen, base = wished.get("model", {}).get("frozen"), known["model.frozen"]
-    if frozen != base:  # what is compared depends on it
-        why = f"it is {frozen!r:.80} here and {base!r:.80} in the run"
-        raise RefusedByRun("frozen", why, "give the run's to SwarmOptimizer, and leave out None")
+    for name in OF_MODEL:  # what is compared depends on them
+        here, there = wished.get("model", {}).get(name), known[f"model.{name}"]
+        if here != there:
+            why = f"it is {here!r:.80} here and {there!r:.80} in the run"
+            raise RefusedByRun(name, why, "give the run's to SwarmOptimizer, and leave out None")
     for place, value in places(wished):
         if known.get(place) != value:
             there = f"{known[place]!r:.80}" if place in known else "not set"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from farflock.node.library.averaged_buffers import averaged_buffers
 from farflock.node.library.background import stopped
 from farflock.node.library.last_round import OwnSteps
 from farflock.node.library.local_swarm import QUICK, LocalPeers
@@ -123,8 +124,10 @@ def train_together(count, method, model_of, work, inner_of, **options):
     async def live(rank):
         model, reports = model_of(rank), []
         inner = inner_of(model.parameters())
-        frozen = options.get("frozen")
-        print_ = fingerprint(model, inner, frozen=frozen)
+        buffers = averaged_buffers(model, options.get("buffers"))
+        averaged = buffers and buffers.agreed
+        listed = list_tensors(model, with_frozen=options.get("frozen") is None, buffers=averaged)
+        print_ = fingerprint(model, inner, listed)
         wished = wish(print_, method, {"name": None, "seed": 0}, options)
         if method in SHARED_MOMENTS:
             make_portable(inner)
@@ -134,7 +137,8 @@ def train_together(count, method, model_of, work, inner_of, **options):
             replica,
             task,
             lambda kind, fields: reports.append((kind, fields)),
-            encode(list_tensors(model, with_frozen=frozen is None)),
+            encode(listed),
+            buffers,
         )
         async with peers.inside(rank, request) as here:
             views = here.peer.context.views

@@ -106,8 +106,7 @@ def test_an_invite_of_an_earlier_protocol_is_refused_before_its_terms_are_read(l
 
 def test_a_joiner_asks_for_the_list_of_the_run_s_tensors_only_if_its_own_is_another(monkeypatch):
     raw, asked = b"the run's list", []
-    model = UserModel(2, 3, "ab" * 32, "SGD", None, digest_of(raw).hex(), len(raw))
-    known = known_run.own_run(FOUNDER, founded(wish(model, None, {}, {})))
+    known = known_run.own_run(FOUNDER, PROGRAMS, raw)
     record = seal(FOUNDER, Record(known.run, FOUNDER.peer, 1, 1, curve=bytes(32)))
 
     async def fetch_chunk(links, run, digest, size, members, timeout_s):
@@ -124,3 +123,6 @@ def test_a_joiner_asks_for_the_list_of_the_run_s_tensors_only_if_its_own_is_anot
     assert asked == []
     assert listed(replace(known, records=[record]), b"other") == raw
     assert asked == [(digest_of(raw), len(raw), [FOUNDER.peer])]
+    unlisted = known_run.own_run(FOUNDER, PROGRAMS)
+    assert listed(replace(unlisted, records=[record]), b"other") == b""
+    assert len(unlisted.head) < len(known.head)

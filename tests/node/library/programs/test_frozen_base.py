@@ -8,6 +8,7 @@ from torch import nn
 from worlds.virtual_optimizer import train_together
 
 from farflock.node.errors import RefusedByRun, Usage
+from farflock.node.run.tensor_list import list_tensors
 from farflock.node.run.user_terms import fingerprint, founded, require_agreed, wish
 
 torch.set_num_threads(1)
@@ -60,7 +61,8 @@ def test_without_a_word_they_are_refused_with_the_first_tensor():
 
 def wished(frozen, rank=0):
     model = Adapted(rank)
-    print_ = fingerprint(model, adamw(model.parameters()), frozen=frozen)
+    listed = list_tensors(model, with_frozen=frozen is None)
+    print_ = fingerprint(model, adamw(model.parameters()), listed)
     return wish(print_, "diloco", {}, {"frozen": frozen})
 
 
