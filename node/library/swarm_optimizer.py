@@ -122,9 +122,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
             super().__init__(self._inner.param_groups, self._inner.defaults)
             self.param_groups, self.state = self._inner.param_groups, self._inner.state
             buffers = averaged_buffers(model, options.get("buffers"))
-            with_frozen, averaged = options.get("frozen") is None, buffers and buffers.agreed
-            # of frozen shards: all ranks take part
-            listed = list_tensors(model, with_frozen=with_frozen, buffers=averaged)
+            averaged = {} if buffers is None else buffers.agreed
+            frozen = options.get("frozen")  # of frozen shards all ranks take part
+            listed = list_tensors(model, with_frozen=frozen is None, buffers=averaged)
             self._replica = self._ranks.replica(model, self._inner)
             self._training_task, self._news = ExternalStep(tokens_per_step), LoopMeasures()
             self._watch, self._own = ParameterWatch(model), OwnSteps()
