@@ -31,7 +31,7 @@ from farflock.swarm.chunk_store import Store, is_intact
 from farflock.swarm.lending import Lending
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, ChunkMessage, Miss, Piece, Probe, Probed, Want
-from farflock.swarm.pace import REPLACE_S, SLOW, Pace, Probing, Watch, faster
+from farflock.swarm.pace import REPLACE_S, SLOW, STRAY_S, Pace, Probing, Watch, faster
 from farflock.swarm.silence import Silence
 
 WINDOW_BYTES = 3 * 1024 * 1024  # requested and not yet received, per holder
@@ -403,7 +403,8 @@ class Chunks:
                 if gone or not began:
                     fetching.refused.add(holder)  # skipped until all have been asked
                 return
-            look = loop.call_later(min(left_s, STALL_S / 4), fetching.changed.set)
+            look_s = STALL_S / 4 if fetching.probing is None else STRAY_S / 3
+            look = loop.call_later(min(left_s, look_s), fetching.changed.set)
             try:
                 await fetching.changed.wait()
             finally:

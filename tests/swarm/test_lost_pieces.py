@@ -11,7 +11,7 @@ from farflock.swarm.chunks import GENTLE_SILENCE_S
 from farflock.swarm.messages import Piece, Probe, Probed, Want
 from farflock.swarm.pace import PROBE_S, STRAY_S, Pace, Probing, Watch
 
-LOOK_S = 0.25  # between two looks of a fetch
+LOOK_S = STRAY_S  # between two looks of a fetch
 FOUND_S = PROBE_S + STRAY_S + 5 * LOOK_S  # at most, and the way there and back
 
 
