@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from farflock.compression.catalog import codec
     from farflock.node.errors import Failure, FarflockError, RefusedByRun, Usage
+    from farflock.node.library.join_progress import join_progress
     from farflock.node.library.local_swarm import local_swarm
     from farflock.node.library.loop_measures import RoundReport as Round
     from farflock.node.library.samples import samples
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "SwarmOptimizer": "farflock.node.library.swarm_optimizer",
+    "join_progress": "farflock.node.library.join_progress",
     "local_swarm": "farflock.node.library.local_swarm",
     "samples": "farflock.node.library.samples",
     "scheduled": "farflock.node.library.scheduled",
@@ -99,6 +101,7 @@ __all__ = [
     "Usage",
     "__version__",
     "codec",
+    "join_progress",
     "local_swarm",
     "method",
     "samples",

@@ -29,7 +29,7 @@ peers pass the same class: the run knows it by its dotted name. How to write one
 [new method](../how-to/new-method.md).
 """
 WIDTH = 100  # columns of code
-FUNCTIONS = ("local_swarm", "method", "codec", "samples", "scheduled")
+FUNCTIONS = ("local_swarm", "method", "codec", "samples", "scheduled", "join_progress")
 RECORDS = ("Round", "SwarmStatus")
 ERRORS = ("FarflockError", "Failure", "RefusedByRun", "Usage")
 OUTERS = ("OuterHeavyBall", "OuterNesterov", "OuterSGD")
