@@ -79,8 +79,8 @@ class SaveProgress:
 
     @property
     def share(self) -> float:
-        """The part that is done, at most 1."""
-        return min(self.passed / (2 * self.total), 1.0) if self.total else 0.0
+        """The part that is written, at most 1; after that it is read again."""
+        return min(self.passed / self.total, 1.0) if self.total else 0.0
 
 
 @dataclass(slots=True)

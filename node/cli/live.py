@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 LINE_EVERY = 0.05  # without a terminal: one line per twentieth of the run
-LEAVING_SHOWS = 10  # each of them counts for so many while it saves at its end
+LEAVING_SHOWS = 6  # each of them counts for so many while it saves at its end
 LINE_EVERY_SHOWS = 30  # of a node: longest silence, in statuses, which come once a second
 NEWS_LINES = 4
 BAR_CELLS = 40

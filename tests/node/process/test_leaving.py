@@ -176,4 +176,4 @@ def test_its_status_shows_how_far_the_save_is():
     assert leaving.doing == "is leaving"
     keeper.progress.begins(7, 60 * 10**6)
     keeper.progress.passes(30 * 10**6)
-    assert leaving.doing == "is leaving: saves step 7, 25% of 60.0 MB"
+    assert leaving.doing == "is leaving: saves step 7, 50% of 60.0 MB"
