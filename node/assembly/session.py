@@ -87,9 +87,9 @@ class Session:
 
     async def leave(self) -> None:
         """Say goodbye, once, if a part is in."""
-        if self._is_in and not self.silent:
+        stays, self._is_in = self._is_in, False
+        if stays and not self.silent:
             await self.peer.part()
-        self._is_in = False
 
     def invite(self) -> str:
         """Return an invite with this peer's address and those of others, since this one may have

@@ -153,27 +153,32 @@ class _Tenths:
 
 
 def conclude(
-    out: Output, saved: Path | None, asked: signal.Signals | None, trained: bool = False
+    out: Output,
+    saved: Path | None,
+    asked: signal.Signals | None,
+    trained: bool = False,
+    said: str = "",
 ) -> int:
     """Print how the command ended and return its exit code.
 
     Ctrl-C always gives 130. Any other request to stop has succeeded if a checkpoint was saved, so
-    it gives 0. `trained` says that the node was in its run when it had to stop without saving.
+    it gives 0. `trained` says that the node was in its run when it had to stop without saving, and
+    `said` what its end came to, as a clause.
     """
     code = 0 if asked is None or (saved and asked != signal.SIGINT) else _interrupted(asked)
     if saved is None:
-        return out.failure(_UNSAVED if trained else _UNTRAINED, code)
+        return out.failure(said or (_UNSAVED if trained else _UNTRAINED), code or 1)
     done = "done" if asked is None else "left the run"
     out.result(
         {"checkpoint": str(saved), "ended": "left" if asked else "done"},
-        f"{done}; the checkpoint is in {saved}",
+        f"{done}; {said or f'the checkpoint is in {saved}'}",
     )
     return code
 
 
 _UNTRAINED = "stopped before it began to train; nothing was changed"
 _UNSAVED = (
-    "stopped without a final checkpoint: the node did not finish in time;"
+    "stopped without a final checkpoint;"
     " run the same command again to continue from the last checkpoint or the other members' state"
 )
 

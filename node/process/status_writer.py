@@ -2,19 +2,22 @@
 
 import asyncio
 import collections
+import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from farflock.node.errors import Failure
 from farflock.node.process.status import PartnerStatus, Status, Waiting, watched
 from farflock.node.state.paths import write_whole
 from farflock.swarm.links import Links
 from farflock.swarm.protocol.views import Member
 from farflock.swarm.roles import role_of
+from farflock.swarm.tasks import cancel
 
 if TYPE_CHECKING:
     from farflock.node.process.node_process import NodeProcess
@@ -60,6 +63,20 @@ class StatusWriter:
                 log.warning("cannot write %s: %s; the node continues", self._path, error.strerror)
             self._fails = True
         return status
+
+    @contextlib.asynccontextmanager
+    async def showing(self, show: Callable[[Status], None]) -> AsyncIterator[None]:
+        """Write and show the status while the block runs, and write the last one. What this meets
+        must not hide how the node has ended."""
+        shown = asyncio.create_task(self.run(show))
+        try:
+            yield
+        finally:
+            for ended in await cancel(shown):
+                if isinstance(ended, Exception):
+                    log.error("the node's status can no longer be shown", exc_info=ended)
+            with contextlib.suppress(Failure):  # no address for an invite
+                self.write("has ended")
 
     def _rates(self) -> tuple[float | None, float | None]:
         """Return the tokens per second and the share of computing over the last seconds."""
@@ -117,6 +134,7 @@ def status_of(
         busy_share=busy_share,
         evaluation=watched(part.watch),
         data=None if node.data is None else node.data.status(peer),
+        ended=node.leaving.said,
     )
 
 
@@ -127,7 +145,7 @@ def _doing(node: "NodeProcess") -> str:
         node.awaited(),
     )
     if part.stopping:
-        return "is leaving"
+        return node.leaving.doing
     if here < wanted:
         return f"waits for members: {here} of {wanted} are here"
     does = (

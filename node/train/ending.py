@@ -115,8 +115,11 @@ async def drain(loop: EndingLoop, timeout_s: float) -> None:
 
 
 async def start_over(loop: EndingLoop, reason: str) -> None:
-    """Drop the open exchanges and replace this peer's state with the group's."""
+    """Drop the open exchanges and replace this peer's state with the group's; one that is to stop
+    keeps its own."""
     await drop(loop.under_way)
+    if loop.stop.requested:
+        return
     loop.report("adopt", {"reason": reason})
     await (loop.adopt(reason) if loop.adopt is not None else loop.state_sync.adopt(ADOPT_TIMEOUT_S))
 

@@ -92,6 +92,7 @@ class StateSync:
         self.spool = spool or Spool(compute)
         self._state_name = STATE if client.stage is None else f"{STATE}/{client.stage}"
         self._opened = False
+        self.restoring = False  # a downloaded state is being written over this node's own
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
 
     def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
@@ -178,11 +179,14 @@ class StateSync:
                     rounds: dict[str, int] = {}
                     break
                 try:
+                    self.restoring = True
                     rounds = await self._compute(partial(self._restore, snapshot, landing.file))
                     break
                 except (CorruptSnapshot, WrongState) as error:
                     log.warning("discarded a downloaded snapshot, fetching another: %s", error)
                     self._peer.snapshots.distrust(self._state_name)
+                finally:
+                    self.restoring = False
         self._driver.forget()
         self.open(rounds, snapshot.tokens)
 

@@ -352,6 +352,8 @@ class OpenRounds:
             self._context.drop("not from a member")
             return
         state.seen = max(state.seen, message.key.round)
+        if isinstance(message, Offer):
+            self._context.late.heard(sender, message.key.stream)
         entry = state.log.get(message.key.round)
         if entry is not None and message.key not in self._machines:
             if isinstance(message, Prepare | Propose) or (
@@ -400,7 +402,10 @@ class OpenRounds:
             suspects = (
                 index
                 for index, peer in enumerate(peers)
-                if gone(view, peer) or left(peer) or away(peer, machine.key)
+                if gone(view, peer)
+                or left(peer)
+                or away(peer, machine.key)
+                or self._context.late.is_late(peer, machine.key.stream)
             )
             machine.tick(now_s, frozenset(suspects))
             self._carry_out(machine)
@@ -505,12 +510,25 @@ class OpenRounds:
             entry.reminders = machine.closing.reminders
             entry.twins = machine.twins()
             self._log.enter(state, key.round, entry)
+            self._note_late(machine)
         if machine.complete and self._is_live(machine):
             del self._machines[key]
             if machine.roster.contributes:
                 self._log.completed(state, key.round)
             else:
                 self._catch_up.fill(state, key)
+
+    def _note_late(self, machine: Collective) -> None:
+        """Note which contributors have offered nothing to a round that is decided."""
+        view = self._context.views.by_hash(machine.view)
+        if view is None or machine.close is None:
+            return
+        roster, began_s = machine.roster, machine.ends_s - machine.deadline_s
+        here = {roster.me, *machine.content.offers, *(at for at, _ in machine.close.members)}
+        absent = roster.contributors - here
+        lasted_share = (self._context.now() - began_s) / machine.deadline_s
+        peers = [roster.peers[member] for member in sorted(absent)]
+        self._context.late.closed(view, machine.key.stream, peers, lasted_share)
 
     def _act(self, machine: Collective, action: Action) -> None:
         # The stream may be closed meanwhile.

@@ -1,6 +1,8 @@
 """The common part of `run` and `join`: the live view, Ctrl-C, and the closing message."""
 
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from farflock.node.cli.live import watching
 from farflock.node.cli.output import Output, conclude
 from farflock.node.process import torchrun
+from farflock.node.process.leaving import TEARDOWN_S, Unsaved
 from farflock.node.process.network import MachineOptions, require_startable
 from farflock.node.process.signals import GracefulStop, run_until_asked
 from farflock.node.process.status import Status, measures_of
@@ -56,12 +59,15 @@ def _train(
 ) -> int:
     ports = () if machine.client_mode else (machine.port, machine.dht_port)
     require_startable(machine.folder.path, machine.host, *ports)
-    ending = GracefulStop()
-    with feeds(logs, out.line) as measured, watching(title) as show:
+    ending, nodes = GracefulStop(), list["NodeProcess"]()
+    last_words = ending.last_words = once(lambda: _conclude(out, ending, nodes))
+    with ending, feeds(logs, out.line) as measured, watching(title) as show:
 
         def watched(node: "NodeProcess") -> None:
             greet(node)
+            nodes.append(node)
             ending.gently = node.stop
+            node.leaving.then = lambda: ending.end_within(TEARDOWN_S)
 
             def seen(status: Status) -> None:
                 show(status, node.view_s)
@@ -70,5 +76,27 @@ def _train(
 
             node.show_to(seen)
 
-        saved = run_until_asked(ending, lambda: work(machine, watched))
-    return conclude(out, saved, ending.asked, trained=ending.gently is not None)
+        with contextlib.suppress(Unsaved):  # it has said so, in its last words too
+            run_until_asked(ending, lambda: work(machine, watched))
+    return last_words()
+
+
+def _conclude(out: Output, ending: GracefulStop, nodes: "list[NodeProcess]") -> int:
+    if not nodes:
+        return conclude(out, None, ending.asked)
+    leaving = nodes[-1].leaving  # of its last life
+    return conclude(out, leaving.saved, ending.asked, trained=True, said=leaving.said)
+
+
+def once(words: Callable[[], int]) -> Callable[[], int]:
+    """Return a function that says these words once, whichever thread comes first, and returns the
+    exit code each time."""
+    lock, codes = threading.Lock(), list[int]()
+
+    def say() -> int:
+        with lock:
+            if not codes:
+                codes.append(words())
+            return codes[0]
+
+    return say

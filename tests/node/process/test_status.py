@@ -79,6 +79,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
         journal=SimpleNamespace(rounds={"ok": 4}, last_round=3),
         worker=SimpleNamespace(busy_s=0.0),
         awaited=lambda: awaited,
+        leaving=SimpleNamespace(doing="is leaving: saves step 7", said=""),
     )
 
 
@@ -129,7 +130,9 @@ def test_it_says_what_the_node_does(tmp_path, fields, doing):
     assert StatusWriter(node).write().doing == doing
     assert StatusWriter(node).write("has ended").doing == "has ended"
     node.member.stopping = True
-    assert StatusWriter(node).write().doing == "is leaving"
+    assert StatusWriter(node).write().doing == "is leaving: saves step 7"
+    node.leaving.said = "the checkpoint is in step-7"
+    assert StatusWriter(node).write("has ended").ended == "the checkpoint is in step-7"
 
 
 def test_it_marks_a_member_that_sends_the_same_updates(tmp_path):
