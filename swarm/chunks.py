@@ -30,8 +30,8 @@ from farflock.swarm.chunk_server import (
 from farflock.swarm.chunk_store import Store, is_intact
 from farflock.swarm.lending import Lending
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Want
-from farflock.swarm.pace import REPLACE_S, SLOW, Pace, Watch, faster
+from farflock.swarm.messages import MAX_CHUNK_BYTES, ChunkMessage, Miss, Piece, Probe, Probed, Want
+from farflock.swarm.pace import REPLACE_S, SLOW, Pace, Probing, Watch, faster
 from farflock.swarm.silence import Silence
 
 WINDOW_BYTES = 3 * 1024 * 1024  # requested and not yet received, per holder
@@ -64,6 +64,7 @@ class _Fetching:
     watch: Watch | None = None  # of the caller, if it is fetched gently
     # who said that the chunk has another size; None: a piece that says so is dropped, and no more
     liars: set[PeerId] | None = None
+    probing: Probing | None = None  # of what is due, if there is a watch
     due: set[int] = field(default_factory=set)  # the missing units asked for now
     # pieces received, by the index of their first unit
     parts: dict[int, bytes | memoryview] = field(default_factory=dict)
@@ -201,15 +202,17 @@ class Chunks:
                 self.store.pin(digest, pin)
         return list(missing.items())
 
-    def receive(
-        self, sender: PeerId, message: Want | Piece | Miss, body: memoryview | bytes
-    ) -> None:
+    def receive(self, sender: PeerId, message: ChunkMessage, body: memoryview | bytes) -> None:
         """Handle a message of the chunk protocol."""
         match message:
             case Want():
                 self._receive_want(sender, message)
             case Piece():
                 self._take_piece(sender, message, body)
+            case Probe():
+                self.server.probe(sender, message)
+            case Probed(number=number) if sender in self._paces:
+                self._paces[sender].probed(number)
             case Miss(digest=digest):
                 fetching, batch = self._incoming.get(digest), self._batched.get(digest)
                 if fetching is not None and sender in fetching.asked:
@@ -373,7 +376,9 @@ class Chunks:
         end, pace = min(stop * PIECE_BYTES, fetching.size), self._pace(holder)
         want = Want(fetching.digest, first * PIECE_BYTES, end, pace.piece_bytes)
         if self._carrier.send(holder, want):
-            pace.asked(asyncio.get_running_loop().time())
+            now_s = asyncio.get_running_loop().time()
+            number = pace.asked(now_s)
+            fetching.probing = None if fetching.watch is None else Probing(number, now_s)
             fetching.due = set(range(first, stop))
             await self._until_delivered(fetching, holder, len(fetching.due))
         else:
@@ -392,19 +397,27 @@ class Chunks:
             heard_s = max(asked_s, self._pace(holder).heard_s)
             left_s = heard_s + _silent_s(fetching, self._pace(holder), began) - loop.time()
             gone = self._carrier.life(holder) in ("suspect", "dead")
-            late = fetching.watch is not None and loop.time() - asked_s >= REPLACE_S
-            if late and holder not in _fast(fetching, self._living(fetching.others), self._paces):
+            if fetching.probing is not None and self._is_over(fetching.probing, fetching, holder):
                 return
             if left_s <= 0 or gone:
                 if gone or not began:
                     fetching.refused.add(holder)  # skipped until all have been asked
-                self._pace(holder).heard_nothing()
                 return
             look = loop.call_later(min(left_s, STALL_S / 4), fetching.changed.set)
             try:
                 await fetching.changed.wait()
             finally:
                 look.cancel()
+
+    def _is_over(self, probing: Probing, fetching: _Fetching, holder: PeerId) -> bool:
+        """Return whether what is due was lost, or another holder is much faster; probe in time."""
+        now_s = asyncio.get_running_loop().time()
+        if probing.is_due(now_s):
+            self._carrier.send(holder, Probe(probing.number))
+        late = now_s - probing.asked_s >= REPLACE_S
+        return probing.is_lost(self._pace(holder).over, now_s) or (
+            late and holder not in _fast(fetching, self._living(fetching.others), self._paces)
+        )
 
     def _untouched(self, wanted: Mapping[bytes, int]) -> list[SizedChunk]:
         """Return the chunks that are not here, and that no other task fetches."""
@@ -514,6 +527,8 @@ class Chunks:
             self._silence.heard(fetching.digest)
         if sender == fetching.holder:
             fetching.give(filled_bytes)
+            if fetching.probing is not None:
+                fetching.probing.heard(asyncio.get_running_loop().time())
         windows = self._gentle_windows if fetching.gently else self._windows
         more = (window := windows.get(sender)) is not None and not window.idle
         self._pace(sender).heard(len(body), asyncio.get_running_loop().time(), more)
@@ -566,11 +581,11 @@ def _silent_s(fetching: _Fetching, pace: Pace, began: bool) -> float:
     if not fetching.gently:
         return min_s
     max_s = GENTLE_SILENCE_S * (0.9 if fetching.alone else 1 / 3)
-    asked_s = GENTLE_PIECES * PIECE_BYTES / pace.bytes_per_s if pace.bytes_per_s else 0.0
     if fetching.watch is not None:
-        return min(max(STALL_S, 2 * asked_s) * 2.0**pace.lost, max_s)
-    if not asked_s:
+        return max_s  # what is lost is found out
+    if not pace.bytes_per_s:
         return max_s if fetching.alone else min_s
+    asked_s = GENTLE_PIECES * PIECE_BYTES / pace.bytes_per_s
     return max(min_s, min(2 * asked_s, max_s))
 
 

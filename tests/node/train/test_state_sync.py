@@ -252,8 +252,9 @@ def test_a_node_that_is_offered_nothing_but_lies_gives_up_in_time_and_keeps_its_
     assert time_s < 60
 
 
-def test_a_newcomer_that_is_restarted_at_a_slow_line_fetches_only_what_is_missing(
-    bench, text, tmp_path, monkeypatch
+@pytest.mark.parametrize(("lives", "loss"), [((60.0, None), 0.0), ((None,), 0.05)])
+def test_a_newcomer_that_is_restarted_at_a_slow_line_or_loses_frames_fetches_what_is_missing(
+    bench, text, tmp_path, monkeypatch, lives, loss
 ):
     """Frames stand for many times their bytes: a state of dozens of MB at 0.2 MB/s."""
     monkeypatch.setattr(spool, "CHUNK_BYTES", 4096)
@@ -279,8 +280,9 @@ def test_a_newcomer_that_is_restarted_at_a_slow_line_fetches_only_what_is_missin
             replica = first.loop.driver.replica
             replica.write({name: torch.rand(x) for name, x in replica.shapes.items()}, "param")
             first.found()
-            network.set_link(made.identities[1].peer, LinkModel(down_bytes_per_s=200_000.0))
-            for number, seconds in enumerate((60.0, None)):
+            line = LinkModel(down_bytes_per_s=200_000.0, loss=loss)
+            network.set_link(made.identities[1].peer, line)
+            for number, seconds in enumerate(lives):
                 async with made.peer(1, 1 + number).running() as newcomer:
                     node = life(newcomer)
                     joining = asyncio.create_task(node.join([made.record(0)], 20.0))
@@ -291,9 +293,12 @@ def test_a_newcomer_that_is_restarted_at_a_slow_line_fetches_only_what_is_missin
                     joining.cancel()
             drivers = [each.loop.driver for each in (first, node)]
             assert same(*(driver.method.snapshot(driver.replica) for driver in drivers))
+            return founder.context.chunks.server.sent_bytes
 
-    run_virtual(main())
+    sent_bytes = run_virtual(main())
     assert sum(times) > 120.0
+    under_way = 7 * (len(lives) - 1)  # chunks of the life that ended
+    assert sent_bytes < 1.2 * 4096 * (len(fetched) + under_way)
     assert len(fetched) == len(set(fetched)) > 10
 
 

@@ -250,6 +250,22 @@ async def test_a_source_whose_chunks_never_come_whole_is_left_after_two_minutes(
     assert served_bytes(source) < 2 * SIZE, "few chunks are on their way at a slow line"
 
 
+@pytest.mark.parametrize("share", [1, 8, 20])
+def test_over_a_slow_line_that_loses_every_twentieth_frame_little_comes_twice(share):
+    @in_a_world
+    async def whole(world):
+        landed, state = slow(world), snapshot(chunks=30 // share, size=SIZE - 4)
+        all_bytes, rate = sum(map(len, state.chunks)), RATE / share
+        world.network.set_link("joiner", LinkModel(down_bytes_per_s=rate, loss=0.05))
+        source = world.peer("a").serve(state)
+        assert await world.joiner.fetch(None) == state
+        assert max(landed.values()) == 1
+        assert served_bytes(source) < 1.3 * all_bytes
+        assert now() < 1.3 * all_bytes / rate + SOON_S
+
+    whole()
+
+
 @in_a_world
 async def test_the_rate_and_the_time_that_is_left_are_known_on_the_way(world):
     slow(world)
