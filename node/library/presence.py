@@ -20,6 +20,7 @@ from farflock.node.assembly.part import WholePart
 from farflock.node.assembly.session import Session
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.background import BackgroundContext
+from farflock.node.library.join_progress import tell_listener
 from farflock.node.library.remembered import recall
 from farflock.node.loop import Loop
 from farflock.node.reporting import Report
@@ -152,12 +153,17 @@ class OptimizerNode(WholePart):
         downloaded: DownloadProgress = lambda here, total: None,
     ) -> None:
         """Join the run through the members with these records: learn the views, adopt the state,
-        pass the gate, and be admitted. Raise `RefusedByRun` on a timeout, and `Failure` once
-        nothing of the state comes any more."""
+        of which the listener of `join_progress` hears too, pass the gate, and be admitted. Raise
+        `RefusedByRun` on a timeout, and `Failure` once nothing of the state comes any more."""
+
+        def verified(here_bytes: int, total_bytes: int) -> None:
+            downloaded(here_bytes, total_bytes)
+            tell_listener(self.peer.snapshots)
+
         try:
             await self.peer.meet(records, timeout_s)
             async with _told(self.peer):
-                await self.loop.state_sync.adopt(downloaded=downloaded)
+                await self.loop.state_sync.adopt(downloaded=verified)
             await self.gate()
             self.peer.ask_in()
             await self.until(lambda: self.peer.membership.is_member, timeout_s)
