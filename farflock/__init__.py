@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from farflock.compression.catalog import codec
+    from farflock.node.library.join_progress import join_progress
     from farflock.node.library.local_swarm import local_swarm
     from farflock.node.library.samples import samples
     from farflock.node.library.scheduled import scheduled
@@ -17,6 +18,7 @@ __all__ = [
     "SwarmOptimizer",
     "__version__",
     "codec",
+    "join_progress",
     "local_swarm",
     "method",
     "samples",
@@ -25,6 +27,7 @@ __all__ = [
 
 _WHERE = {
     "SwarmOptimizer": "farflock.node.library.swarm_optimizer",
+    "join_progress": "farflock.node.library.join_progress",
     "local_swarm": "farflock.node.library.local_swarm",
     "samples": "farflock.node.library.samples",
     "scheduled": "farflock.node.library.scheduled",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from farflock.node.state.kept_chunks import DownloadFolder
 from farflock.node.state.paths import RunFolder
 from farflock.node.state.shelf import Shelf
 from farflock.swarm.compute import Compute, inline
@@ -52,7 +53,7 @@ class Workers:
 @dataclass(frozen=True, slots=True)
 class Files:
     """Where a peer keeps what it serves: bytes in memory at most, and a folder if it has one, for
-    past rounds and for the addresses of members."""
+    past rounds, a state that is downloaded, and the addresses of members."""
 
     folder: RunFolder | None = None
     store_bytes: int = STORE_BYTES
@@ -85,4 +86,5 @@ def peer_over(world: PeerWorld, identity: Identity, terms: RunTerms) -> Peer:
     peer.ticks.rests = world.clock.rests
     if files.folder is not None:
         peer.context.shelve = Shelf(files.folder.rounds, world.workers.files)
+        peer.snapshots.kept = DownloadFolder(files.folder.download).of
     return peer

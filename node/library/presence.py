@@ -7,6 +7,7 @@ links in memory."""
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ import torch
 from farflock.node.assembly.core import Core
 from farflock.node.assembly.part import WholePart
 from farflock.node.assembly.session import Session
-from farflock.node.errors import RefusedByRun
+from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.background import BackgroundContext
+from farflock.node.library.join_progress import tell_listener
 from farflock.node.library.remembered import recall
 from farflock.node.loop import Loop
 from farflock.node.reporting import Report
@@ -30,7 +32,8 @@ from farflock.node.train.state_sync import Spool
 from farflock.optimizers.method import Progress
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
-from farflock.swarm.peer.snapshots import DownloadProgress
+from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
+from farflock.swarm.tasks import cancel
 
 if TYPE_CHECKING:
     from farflock.node.model.replica import PlainReplica
@@ -38,7 +41,10 @@ if TYPE_CHECKING:
 
 JOIN_TIMEOUT_S = 120.0
 POLL_S = 0.05
+TELL_EVERY_S = 10.0
 LINGER_S = 5.0  # after the last step, for peers that still need the last round
+
+log = logging.getLogger(__name__)
 
 StepGate = Callable[[], Awaitable[None]]
 
@@ -147,10 +153,17 @@ class OptimizerNode(WholePart):
         downloaded: DownloadProgress = lambda here, total: None,
     ) -> None:
         """Join the run through the members with these records: learn the views, adopt the state,
-        pass the gate, and be admitted. Raise `RefusedByRun` on a timeout."""
+        of which the listener of `join_progress` hears too, pass the gate, and be admitted. Raise
+        `RefusedByRun` on a timeout, and `Failure` once nothing of the state comes any more."""
+
+        def verified(here_bytes: int, total_bytes: int) -> None:
+            downloaded(here_bytes, total_bytes)
+            tell_listener(self.peer.snapshots)
+
         try:
             await self.peer.meet(records, timeout_s)
-            await self.loop.state_sync.adopt(timeout_s, downloaded)
+            async with _told(self.peer):
+                await self.loop.state_sync.adopt(downloaded=verified)
             await self.gate()
             self.peer.ask_in()
             await self.until(lambda: self.peer.membership.is_member, timeout_s)
@@ -180,6 +193,26 @@ class OptimizerNode(WholePart):
         if self.patient:
             with contextlib.suppress(TimeoutError):
                 await self.until(lambda: self.peer.alone, LINGER_S)
+
+
+@contextlib.asynccontextmanager
+async def _told(peer: Peer) -> AsyncIterator[None]:
+    """Log how far the download of the state is while the block runs; say why it ended."""
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(TELL_EVERY_S)
+            if (coming := peer.snapshots.coming) is not None:
+                log.info("downloading the run's state: %s", coming)
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    except SnapshotUnavailable as reason:
+        what = "the run's state could not be downloaded"
+        raise Failure(what, reason.why or str(reason), reason.remedy) from None
+    finally:
+        await cancel(telling)
 
 
 class EntryPoint(Protocol):

@@ -57,7 +57,7 @@ from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.peer.snapshots import DownloadProgress
+from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
 from farflock.swarm.roles import EVERY, NOTHING, UNMEASURED, role_of
 from farflock.swarm.zmq.links import ZmqLinks
 
@@ -280,7 +280,8 @@ async def _join(
             part = node.member
             async with travelling(data, node, holders):
                 with _answered(session.peer):
-                    await session.join(part, JOIN_TIMEOUT_S, downloaded)
+                    async with StatusWriter(node).while_joining():
+                        await session.join(part, JOIN_TIMEOUT_S, downloaded)
                 node.journal.report(
                     "joined", {"tokens": part.tokens, "run": run, "role": part.role}
                 )
@@ -296,15 +297,18 @@ def _widened(invite: Invite, remembered: Invite | None) -> Invite:
 
 @contextlib.contextmanager
 def _answered(peer: Peer) -> Iterator[None]:
-    """Turn a `TimeoutError` into an error that names what did not arrive in time."""
+    """Turn a `TimeoutError` into an error that names what did not arrive in time, and say which
+    state did not come."""
     try:
         yield
+    except SnapshotUnavailable as reason:
+        what = "the run's state could not be downloaded"
+        raise Failure(what, reason.why or str(reason), reason.remedy) from None
     except TimeoutError:
         if peer.membership.known.is_set():
-            why = f"no member sent all of it within {JOIN_TIMEOUT_S:.0f} s"
             raise Failure(
                 "the run's state could not be downloaded",
-                why,
+                "its members did not answer any more",
                 "check the network connection, and try again",
             ) from None
         why = f"its members did not answer within {JOIN_TIMEOUT_S:.0f} s"

@@ -80,7 +80,7 @@ def command(
         out.line(node.says_disk())
 
     with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(out.progress("downloading the run's state"))
+        progress = stack.enter_context(out.download("downloading the run's state"))
         return train(
             out,
             "farflock join",
@@ -91,7 +91,7 @@ def command(
                 invited,
                 started,
                 LEARN_TIMEOUT_S,
-                lambda here, total: progress(here / total),
+                progress,
             ),
             greet,
         )
