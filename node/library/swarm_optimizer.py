@@ -6,10 +6,11 @@ one background thread. `step` returns once the driver has nothing to apply or to
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -26,20 +27,20 @@ from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest
 from farflock.node.library.rank_calls import RankFacts, is_grouped, rank_calls, unwrapped
 from farflock.node.library.remembered import recall, remember
 from farflock.node.library.scheduled import tell_of_late_start
+from farflock.node.library.swarm_status import SwarmStatus, status_of
 from farflock.node.library.telling import tell
 from farflock.node.model.device import Device, lacks_for_outer
 from farflock.node.model.replica import OnDevice, Storage, in_memory
 from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
-from farflock.node.run.sections import require_name
-from farflock.node.run.user_terms import fingerprint, founded, wish
+from farflock.node.run.user_terms import GivenMethod, fingerprint, founded, spelt, wish
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.ending import drain
-from farflock.optimizers.catalog import NAMES
 from farflock.optimizers.method import Method
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.layers import is_numbered, layers_of
 from farflock.optimizers.parts.portable_inner import make_portable
+from farflock.swarm.peer.peer import OpenWait
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -50,13 +51,15 @@ MEMBERS_TIMEOUT_S = 600.0
 DRAIN_S = 5.0
 
 
-class SwarmOptimizer(torch.optim.Optimizer):
+class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimizer", None]):
     """Trains your own model together with peers far away.
 
     Without `invite` it starts a run with this model's weights; the property `invite` lets others
     in. With one it joins: the constructor returns once the run's state is in the model. `method`
-    and its options (`period`, `codec`, `deadline_s`, …) are those of a manifest; a joiner may leave
-    them out, and must not contradict the run's.
+    is a name with options (`period`, `codec`, `deadline_s`, …) as in a manifest, or an instance,
+    such as `farflock.DiLoCo(period=50)`, which says those of its options that differ from their
+    defaults. A joiner may leave all of it out, and must not contradict the run's. An instance of
+    your own class is known by its dotted name: all peers need the same code.
 
     `inner` makes the steps between exchanges: "adamw", "sgd", "muon" or "nadam" with `lr`, or a
     function from parameters to any torch optimizer. You or your scheduler set the learning rate in
@@ -82,7 +85,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        method: str | None = None,
+        method: str | GivenMethod | None = None,
         invite: str | EntryPoint | None = None,
         *,
         inner: InnerSpec = "adamw",
@@ -116,12 +119,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self.follows_run = False
             if leads:
                 self._replica.storage = _storage(outer_state, model, folder)
-                wished = wish(theirs, method, {"name": run, "seed": seed}, options)
+                name, spelt_out = spelt(method, options)
+                wished = wish(theirs, name, {"name": run, "seed": seed}, spelt_out)
                 if not isinstance(invite, str):  # a joining peer learns the run's terms later
                     terms = founded(wished)
                     require_fit(terms.method.name, terms.build(), self._inner, self._replica.names)
-                elif method is not None:
-                    require_name("method.name", method, dict.fromkeys(NAMES))
                 if invite is None or isinstance(invite, str):
                     from farflock.node.library.door import NetworkEntryPoint  # it loads hivemind
 
@@ -308,6 +310,18 @@ class SwarmOptimizer(torch.optim.Optimizer):
             found = self._life.call(self._here.eval_params) if leads else {}
             return self._watch.like_model(found)
 
+    def status(self) -> SwarmStatus:
+        """Return the members, the last round, the traffic, and whom this peer waits for; printed,
+        it is a sentence. Ranks other than 0 return what rank 0 knew at the end of the last call."""
+        if self._ranks.said:
+            return self._ranks.said.status
+
+        async def waits() -> list[OpenWait]:
+            return self._here.waits()
+
+        waiting = [] if self._life.ended else self._life.call(waits)
+        return status_of(self._here.peer, self.members, self.last_round, waiting)
+
     def measures(self) -> dict[str, float]:
         """Return what this peer has measured so far, for loggers of your own; nothing once it is
         closed. docs/reference/measures.md says names and units."""
@@ -374,10 +388,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._ranks.end()
             self._end()
 
-    def __enter__(self) -> Self:
-        """Return this optimizer."""
-        return self
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -416,6 +426,7 @@ def _facts_of(optimizer: SwarmOptimizer) -> RankFacts:
         _is_alone(optimizer._here),
         optimizer.seed,
         optimizer.twin,
+        optimizer.status(),
     )
 
 

@@ -5,6 +5,7 @@ fingerprint, the method with every option spelt out, and the run's name and seed
 arguments determine them; a joiner's arguments must not contradict them, and default to the run's.
 """
 
+import dataclasses
 import hashlib
 from typing import Any
 
@@ -15,9 +16,15 @@ from torch import nn
 from farflock.node.errors import RefusedByRun, Usage
 from farflock.node.run.manifest import Manifest, of_program, places
 from farflock.node.run.model_section import UserModel
-from farflock.node.run.sections import SENT, fill_method
+from farflock.node.run.sections import SENT, fill_method, option_values, require_name
+from farflock.optimizers.catalog import METHODS, NAMES
+from farflock.optimizers.method import Method
+from farflock.optimizers.parts.stateful import StatefulMethod
 
 TomlTable = dict[str, Any]
+# Any `Method`. The catalog's are named too, since pyright does not take their class variables for
+# the protocol's properties.
+GivenMethod = Method | StatefulMethod
 
 DEFAULT_METHOD = "diloco"
 DEFAULT_VIEW_S = 5.0  # joiners are let in at the next view: loops in notebooks are short
@@ -48,6 +55,46 @@ def fingerprint(model: nn.Module, inner: torch.optim.Optimizer) -> UserModel:
             )
     numbers = sum(entry.numel() for entry in trained)
     return UserModel(len(trained), numbers, digest.hexdigest(), type(inner).__name__)
+
+
+def spelt(method: str | GivenMethod | None, options: TomlTable) -> tuple[str | None, TomlTable]:
+    """Return the name of a method, and its options with those that an instance sets: the ones that
+    differ from its defaults, so that it means what its name means with them.
+
+    Raise `Usage` for an unknown name, an instance that cannot be described by a name and plain
+    options, or an option that both an instance and the caller set."""
+    codecs = {name: options[name].name for name in SENT if hasattr(options.get(name), "name")}
+    options = {**options, **codecs}
+    if method is None:
+        return None, options
+    if isinstance(method, str):
+        if method not in METHODS:
+            require_name("method.name", method, dict.fromkeys(NAMES))
+        return method, options
+    made = _described(method)
+    kind, known = type(method), option_values(method)
+    for option in options:
+        if option in made or (option in known and option not in SENT):
+            why = f"it is an option of the {kind.__name__} that is given as the method"
+            raise Usage(option, why, f"write {kind.__name__}({option}=...)")
+    return METHODS.add(kind), {**made, **options}
+
+
+def _described(method: object) -> TomlTable:
+    """Return the options of an instance that differ from the defaults of its class."""
+    kind = type(method)
+    if isinstance(method, type):
+        why, remedy = "it is a class", f"give an instance: {method.__name__}()"
+        raise Usage("method", why, remedy)
+    if not dataclasses.is_dataclass(kind) or not callable(getattr(method, "due", None)):
+        why = f"a {kind.__name__} is neither a method's name nor a dataclass that is a method"
+        raise Usage("method", why, "choose one of farflock's, such as farflock.DiLoCo()")
+    try:
+        defaults = option_values(kind())
+    except TypeError:
+        why = f"{kind.__name__} has an option without a default"
+        raise Usage("method", why, "give each of its fields a default") from None
+    return {name: value for name, value in option_values(method).items() if value != defaults[name]}
 
 
 def wish(model: UserModel, method: str | None, run: TomlTable, options: TomlTable) -> TomlTable:
