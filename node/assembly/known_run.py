@@ -49,10 +49,14 @@ class KnownRun:
         return RunTerms(self.run, seed, exchange.view_s, exchange.branch_after_s)
 
 
-def own_run(identity: Identity, manifest: Manifest) -> KnownRun:
-    """Return the run of a founder, with its signed head."""
+def own_run(identity: Identity, manifest: Manifest, listed: bytes = b"") -> KnownRun:
+    """Return the run of a founder, with its signed head, which names the list of the tensors of a
+    user's own model."""
     run, terms = manifest.run_id(identity.peer), manifest.canonical()
-    head = Head(run, identity.peer, digest_of(terms), len(terms), 0)
+    digest = digest_of(listed) if listed else b""
+    head = Head(
+        run, identity.peer, digest_of(terms), len(terms), 0, listed=digest, listed_bytes=len(listed)
+    )
     return KnownRun(run, identity.peer, manifest, seal_head(identity, head))
 
 
@@ -88,6 +92,16 @@ async def learn_run(
         f"none of its members answered within {timeout_s:.0f} s",
         "check that a member is running, and ask for a new invite",
     )
+
+
+async def listed_by_members(links: Links, known: KnownRun, ours: bytes) -> bytes:
+    """Return the list of the tensors of the run's model (node/run/tensor_list.py) from a member, if
+    it is not ours; empty if there is none, or nobody sends it."""
+    head, members = unseal_head(known.head), known_members(links, known.records, known.run)
+    if not (head.listed and members) or head.listed == digest_of(ours):
+        return b""
+    wanted = (links, known.run, head.listed, head.listed_bytes, members)
+    return await fetch_chunk(*wanted, FETCH_TIMEOUT_S) or b""
 
 
 def _verified(raw: bytes, invite: Invite, model: ModelKind) -> Manifest:

@@ -50,6 +50,7 @@ class LocalPeers:
         self._all_here, self._all_ready = asyncio.Barrier(count), asyncio.Barrier(max(count - 1, 1))
         self._founded = asyncio.Event()
         self._manifest: Manifest | None = None  # once rank 0 has started the run
+        self._listed = b""  # of its model
         self._sessions: list[Session] = []
 
     @contextlib.asynccontextmanager
@@ -92,12 +93,12 @@ class LocalPeers:
 
     async def _terms_for(self, rank: int, join_request: JoinRequest) -> Manifest:
         if rank == 0:
-            self._manifest = founded(join_request.wished)
+            self._manifest, self._listed = founded(join_request.wished), join_request.listed
             return self._manifest
         async with asyncio.timeout(JOIN_TIMEOUT_S):
             await self._founded.wait()
         assert self._manifest is not None
-        require_agreed(self._manifest, join_request.wished)
+        require_agreed(self._manifest, join_request.wished, join_request.listed, self._listed)
         return self._manifest
 
     def _record(self, rank: int, run: str) -> bytes:

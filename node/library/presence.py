@@ -19,6 +19,7 @@ from farflock.node.assembly.core import Core
 from farflock.node.assembly.part import WholePart
 from farflock.node.assembly.session import Session
 from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.library.averaged_buffers import AveragedBuffers, with_buffers
 from farflock.node.library.background import BackgroundContext
 from farflock.node.library.join_progress import tell_listener
 from farflock.node.library.remembered import recall
@@ -85,12 +86,16 @@ class ExternalStep:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """An optimizer's request to an entry point: the terms it named, its model, and its reports."""
+    """An optimizer's request to an entry point: the terms it named, its model, its reports, the
+    list of its tensors (node/run/tensor_list.py), which others may ask for, and the buffers to
+    average, if any."""
 
     wished: TomlTable
     replica: "PlainReplica | FsdpReplica"
     training_task: ExternalStep
     report: Report
+    listed: bytes = b""
+    buffers: AveragedBuffers | None = None
 
 
 @dataclass(slots=True)
@@ -121,7 +126,8 @@ class OptimizerNode(WholePart):
         spool: Spool | None = None,
     ) -> "OptimizerNode":
         """Assemble the method and its core over this peer."""
-        driver = Driver(terms.build(), join_request.replica)
+        method = with_buffers(terms.build(), join_request.buffers)
+        driver = Driver(method, join_request.replica)
         training_task, report = join_request.training_task, join_request.report
         core = Core.over(peer, driver, training_task, compute, compute, report, spool=spool)
         return cls(terms, peer, core.loop, training_task, invite, founder)

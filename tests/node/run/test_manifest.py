@@ -540,9 +540,9 @@ def test_every_changed_byte_and_every_cut_of_a_head_is_found(head):
 
 
 def test_a_head_without_a_protocol_is_of_this_one_and_one_with_more_fields_is_still_read(head):
-    *fields, protocol = msgspec.structs.astuple(head)
+    *fields, protocol, listed, size = msgspec.structs.astuple(head)
     assert protocol == PROTOCOL
-    for shown in (fields, [*fields, PROTOCOL, "and more"]):
+    for shown in (fields, [*fields, PROTOCOL, listed, size, "and more"]):
         body = msgspec.msgpack.encode(shown)
         assert unseal_head(IDENTITY.sign(b"head", body) + body) == head
 
