@@ -41,8 +41,6 @@ class Loop:
     losses: Losses = field(default_factory=Losses)
     stop: StopRequest = field(default_factory=StopRequest)
     under_way: UnderWay = field(default_factory=dict)
-    stepping: bool = False  # a local step is in the worker
-    applying: bool = False  # a result is
 
     async def run(
         self, total_tokens: int, drain_s: float = 0.0, barrier: Barrier | None = None
@@ -51,7 +49,7 @@ class Loop:
         `drain_s`. With a barrier, all peers end after the same round."""
         try:
             while not self.stop.requested and not is_over(self, total_tokens, barrier):
-                loss = await self._in_worker(await self.begin_step())
+                loss = await self.train(partial(self.train_one, await self.begin_step()))
                 if loss is None:
                     break
                 await self.end_step(loss)
@@ -71,13 +69,6 @@ class Loop:
         while (missed := self.state_sync.missed()) is not None:
             await self._apply(missed)
         return self.progress
-
-    async def _in_worker(self, progress: Progress) -> Loss | None:
-        self.stepping = True
-        try:
-            return await self.train(partial(self.train_one, progress))
-        finally:
-            self.stepping = False
 
     def train_one(self, progress: Progress) -> Loss:
         """Take one local step and return its loss; in the worker, so it reads no clock."""
@@ -129,10 +120,5 @@ class Loop:
     async def _apply(self, action: Apply) -> None:
         """Let the method apply a result; inner steps that it takes (DDP) use the round's rate."""
         apply = partial(self.driver.apply, action, self.progress, self.training_task.set_rate)
-        self.applying = True
-        try:
-            second_phase = await self.compute(apply)
-        finally:
-            self.applying = False
-        await self._start(second_phase)
+        await self._start(await self.compute(apply))
         self.report("round", action.summary)

@@ -27,7 +27,6 @@ from farflock.swarm.peer.peer import Peer
 
 SAMPLES = "samples"  # in a checkpoint's meta: where its node stood in the data
 KEPT = 3  # unless `--keep` says otherwise
-MIN_SAVE_S = 0.001  # a clock may not tell less apart
 LOOK_EVERY_S = 0.05  # between two looks at a state that is being changed
 
 log = logging.getLogger(__name__)
@@ -43,8 +42,9 @@ class CheckpointCut(NamedTuple):
 
 @dataclass(slots=True)
 class SaveProgress:
-    """How far one checkpoint is: its bytes that are on the disk or were read again from there, each
-    counted twice by the end. `rate`, in bytes of a checkpoint a second, is the last whole one's."""
+    """Progress of one checkpoint: `passed` bytes are on the disk or were read again from there, so
+    that each counts twice by the end. `rate`, in bytes of a checkpoint a second, is that of the
+    last whole one."""
 
     step: int = 0
     total: int = 0
@@ -66,7 +66,7 @@ class SaveProgress:
 
     def ended(self, took_s: float) -> None:
         """Note that the checkpoint is whole."""
-        self.rate = self.total / max(took_s, MIN_SAVE_S)
+        self.rate = self.total / took_s if took_s > 0 else None
 
     def give_up(self) -> None:
         """Let what is being written come to nothing."""
@@ -127,25 +127,21 @@ class CheckpointManager:
         is under way is not waited for where it has not changed the state yet."""
         await self.written()
         while (present := self._present()) is None:
-            if self._changes:
-                await asyncio.sleep(LOOK_EVERY_S)
-            elif (cut := await self.compute(self._cut_between)) is not None:
+            if (cut := await self.compute(self._cut_at_rest)) is not None:
                 return await self._write(cut)
+            await asyncio.sleep(LOOK_EVERY_S)
         return present
 
     @property
-    def _changes(self) -> bool:
-        """True if the state may be changing. A step leaves it as it is until it has its gradients,
-        but where these are kept too, or others have a part of it."""
-        loop = self.node.loop
-        kept = self.alone and not loop.driver.method.keeps_gradients
-        return loop.applying or self.node.state_sync.restoring or (loop.stepping and not kept)
+    def whole_steps(self) -> bool:
+        """True if a step that is under way may have changed what is saved: the gradients, or the
+        part that another process has."""
+        return not self.alone or self.node.loop.driver.method.keeps_gradients
 
-    def _cut_between(self) -> CheckpointCut | None:
-        """Return a cut; None if a step that is not counted yet has changed the state."""
+    def _cut_at_rest(self) -> CheckpointCut | None:
+        """Return a cut; None if a step, counted or not, or a result is changing the state."""
         driver = self.node.loop.driver
-        with driver.cuts.between_steps():
-            return None if driver.ahead and self.node.loop.stepping else self.cut()
+        return driver.cuts.at_rest(lambda: None if driver.ahead else self.cut())
 
     def _present(self) -> Path | None:
         """Return the folder of the checkpoint of this step, if there is one."""

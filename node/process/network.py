@@ -53,7 +53,6 @@ class MachineOptions:
     data: tuple[Path, ...] = ()  # folders of prepared data
     disk: int | None = None  # bytes that all of its files may take
     disk_plan: DiskPlan | None = None  # what the disk is given to, once the run is known
-    grace_s: float | None = None  # from a request to stop to the end; None: as long as it takes
     evaluates: bool = True  # has room to evaluate the run, so that it can be drawn for that
 
     @property

@@ -17,6 +17,7 @@ import torch
 
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of
 from farflock.node.assembly.known_run import LEARN_TIMEOUT_S, known_members, learn_run, own_run
+from farflock.node.assembly.leaving import Leaving, Unsaved
 from farflock.node.assembly.part import Part
 from farflock.node.assembly.session import AddressCache, Session
 from farflock.node.assembly.text import NodeText
@@ -26,7 +27,6 @@ from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.process.busy import TimedWorker
 from farflock.node.process.freed import trimmed
-from farflock.node.process.leaving import Leaving, Unsaved
 from farflock.node.process.network import MachineOptions, identity_of, network
 from farflock.node.process.pipeline_role import (
     founders,
@@ -87,7 +87,7 @@ class NodeProcess:
 
     def __post_init__(self) -> None:
         what = self.session, self.keepers, self.machine.folder, self.journal.report
-        self.leaving = Leaving(*what, self.machine.grace_s)
+        self.leaving = Leaving(*what)
 
     @property
     def manifest(self) -> Manifest:

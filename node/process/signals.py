@@ -1,8 +1,8 @@
 """Graceful stops of long-running commands: the first request stops gracefully, the second at once.
 
 Ctrl-C, SIGTERM (from `farflock leave`, a service manager, the demo) and a closing terminal are
-requests. A node says goodbye, finishes its step and saves (leaving.py); one that does not train yet
-is cancelled.
+requests. A node says goodbye, finishes its step and saves (node/assembly/leaving.py); one that does
+not train yet is cancelled.
 """
 
 import asyncio

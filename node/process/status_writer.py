@@ -96,7 +96,7 @@ class StatusWriter:
                 if isinstance(ended, Exception):
                     log.error("the node's status can no longer be shown", exc_info=ended)
             with contextlib.suppress(Failure):  # no address for an invite
-                self.write("has ended")
+                self.write(": ".join(filter(None, ("has ended", self._node.leaving.said))))
 
     def _rates(self) -> tuple[float | None, float | None]:
         """Return the tokens per second and the share of computing over the last seconds."""
@@ -184,7 +184,6 @@ def status_of(
         busy_share=busy_share,
         evaluation=watched(part.watch),
         data=None if node.data is None else node.data.status(peer),
-        ended=node.leaving.said,
     )
 
 

@@ -258,16 +258,16 @@ class Driver:
         This runs in a worker, so that no snapshot has the new state with the old count."""
         if action.result.tokens:
             set_rate(action.result.tokens)
-        self.cuts.before_change()
         exchange, result = action.exchange, action.result
         notes = self.contributions if self._is_first(exchange.key) else None
-        if notes is not None:
-            notes.closing(exchange.key.round, result.notes)
-        self._pending.pop(exchange.key, None)
-        second_phase = self._note(self.method.apply(self.replica, exchange, result), progress)
-        self._count(exchange.key, result)
-        if notes is not None:
-            notes.closed(exchange.key.round, result.notes)
+        with self.cuts.changing():
+            if notes is not None:
+                notes.closing(exchange.key.round, result.notes)
+            self._pending.pop(exchange.key, None)
+            second_phase = self._note(self.method.apply(self.replica, exchange, result), progress)
+            self._count(exchange.key, result)
+            if notes is not None:
+                notes.closed(exchange.key.round, result.notes)
         return second_phase
 
     def replay(self, key: ExchangeKey, result: Result, progress: Progress) -> list[Exchange]:

@@ -97,7 +97,6 @@ class StateSync:
         self.spool = spool or Spool(compute)
         self._state_name = STATE if client.stage is None else f"{STATE}/{client.stage}"
         self._opened = False
-        self.restoring = False  # a downloaded state is being written over this node's own
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
 
     def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
@@ -189,7 +188,6 @@ class StateSync:
                     rounds: dict[str, int] = {}
                     break
                 try:
-                    self.restoring = True
                     rounds = await self._compute(partial(self._restore, snapshot, landing.file))
                     break
                 except (CorruptSnapshot, WrongState) as error:
@@ -198,8 +196,6 @@ class StateSync:
                     wrong += 1
                     if wrong == MAX_WRONG_STATES:
                         raise CorruptSnapshot(f"{wrong} states were of no use: {error}") from None
-                finally:
-                    self.restoring = False
         self._driver.forget()
         self.open(rounds, snapshot.tokens)
 
@@ -211,9 +207,9 @@ class StateSync:
         """Take over a downloaded snapshot, in the worker; return each stream's last round."""
         state = _decoded(snapshot, file)
         rounds = self._rounds_in(state)
-        self._driver.cuts.before_change()
-        self._driver.method.restore(self._driver.replica, state, "adopt")
-        drop_spoiled(self._driver.replica)
+        with self._driver.cuts.changing():
+            self._driver.method.restore(self._driver.replica, state, "adopt")
+            drop_spoiled(self._driver.replica)
         return rounds
 
     def _rounds_in(self, state: State) -> dict[str, int]:

@@ -52,7 +52,6 @@ class Absences:
         for peer, stream in [each for each in away if not view.lists(each[0])]:
             del away[peer, stream]
         away[sender, key.stream] = key.round
-        self._context.late.heard(sender, key.stream)
 
     def tick(self) -> None:
         """Repeat what was said."""

@@ -17,7 +17,6 @@ from farflock.swarm.compute import Compute, inline
 from farflock.swarm.frame import Frame, pack, pack_parts
 from farflock.swarm.links import Links, Liveness, PeerId
 from farflock.swarm.messages import MAX_TRAIL, Evaluation, Key, Message, Piece, Probed
-from farflock.swarm.peer.latecomers import Latecomers
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, raised
 from farflock.swarm.protocol.views import Chain, View
 
@@ -46,7 +45,6 @@ class PeerContext:
     leaving: Collection[PeerId] = ()  # members of the newest view that have said goodbye
     # The round from which on a member contributes again to a stream, where it said so.
     away: dict[tuple[PeerId, str], int] = field(default_factory=dict)
-    late: Latecomers = field(default_factory=Latecomers)
     measured: dict[str, Evaluation] = field(default_factory=dict)  # for the next offer, by stream
     evaluated: Callable[[str, PeerId, Evaluation], None] = lambda stream, member, value: None
     counters: collections.Counter[str] = field(default_factory=collections.Counter)

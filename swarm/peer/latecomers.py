@@ -7,36 +7,40 @@ wait of this peer's own, like a suspicion: which list closes a round is agreed a
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 from farflock.swarm.links import PeerId
+from farflock.swarm.messages import Key
 from farflock.swarm.protocol.views import View
 
 LATE_ROUNDS = 2  # in a row
-# Part of a deadline that a round has lasted before who is missing counts as late: less than
-# `content.SOFT`, since this peer may have begun it after the others.
+# Part of a deadline that a round has lasted before a member that is missing counts as late: less
+# than `content.SOFT`, since this peer may have begun the round after the others.
 LATE_SHARE = 0.25
+UNTIL_HEARD = 1 << 62  # a round that no run reaches
 
 
-@dataclass(slots=True)
 class Latecomers:
-    """The rounds in a row that each member of a stream has missed."""
+    """The members that have missed rounds in a row. One that has missed `LATE_ROUNDS` goes into
+    `away` (`PeerContext.away`), as if it had said so."""
 
-    _missed: dict[tuple[PeerId, str], int] = field(default_factory=dict)
+    def __init__(self, away: dict[tuple[PeerId, str], int]) -> None:
+        self._away = away
+        # by member and stream: rounds missed in a row, and the last of them
+        self._missed: dict[tuple[PeerId, str], tuple[int, int]] = {}
 
-    def closed(
-        self, view: View, stream: str, absent: Collection[PeerId], lasted_share: float
-    ) -> None:
-        """Note who brought nothing to a round that lasted this part of its deadline."""
+    def missed(self, view: View, key: Key, absent: Collection[PeerId], stride: int) -> None:
+        """Note who brought nothing to a round that was waited for."""
         for entry in [entry for entry in self._missed if not view.lists(entry[0])]:
             del self._missed[entry]
-        for peer in absent if lasted_share >= LATE_SHARE else ():
-            self._missed[peer, stream] = self._missed.get((peer, stream), 0) + 1
+        for peer in absent:
+            entry = peer, key.stream
+            count, last = self._missed.get(entry, (0, -1))
+            count = count + 1 if last == key.round - stride else 1
+            self._missed[entry] = count, key.round
+            if count >= LATE_ROUNDS:
+                self._away[entry] = UNTIL_HEARD
 
     def heard(self, peer: PeerId, stream: str) -> None:
-        """Note that a member offers, or has said that it will."""
+        """Note that a member offers again."""
         self._missed.pop((peer, stream), None)
-
-    def is_late(self, peer: PeerId, stream: str) -> bool:
-        """True if a member is not worth waiting for until it is heard."""
-        return self._missed.get((peer, stream), 0) >= LATE_ROUNDS
+        self._away.pop((peer, stream), None)

@@ -32,6 +32,7 @@ from farflock.swarm.messages import (
 )
 from farflock.swarm.peer.catch_up import FETCH_TIMEOUT_S, HOPELESS_S, CatchUp
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.latecomers import LATE_SHARE, Latecomers
 from farflock.swarm.peer.round_log import (
     LoggedRound,
     OpenOffer,
@@ -42,7 +43,7 @@ from farflock.swarm.peer.round_log import (
 )
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
 from farflock.swarm.protocol.exchange.bundles import BadBundle
-from farflock.swarm.protocol.exchange.close_list import BadCloseList, last_bundles
+from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, last_bundles
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.reminders import calls_for_decision
 from farflock.swarm.protocol.exchange.roster import Roster
@@ -322,6 +323,7 @@ class OpenRounds:
     ) -> None:
         self._context, self._streams, self._machines = context, streams, machines
         self._log, self._catch_up = log, catch_up
+        self._late = Latecomers(context.away)
 
     def close(self, name: str) -> None:
         """Forget the machines of a stream, and release what they held."""
@@ -352,8 +354,8 @@ class OpenRounds:
             self._context.drop("not from a member")
             return
         state.seen = max(state.seen, message.key.round)
-        if isinstance(message, Offer):
-            self._context.late.heard(sender, message.key.stream)
+        if isinstance(message, Offer) and (sender, message.key.stream) in self._context.away:
+            self._late.heard(sender, message.key.stream)
         entry = state.log.get(message.key.round)
         if entry is not None and message.key not in self._machines:
             if isinstance(message, Prepare | Propose) or (
@@ -402,10 +404,7 @@ class OpenRounds:
             suspects = (
                 index
                 for index, peer in enumerate(peers)
-                if gone(view, peer)
-                or left(peer)
-                or away(peer, machine.key)
-                or self._context.late.is_late(peer, machine.key.stream)
+                if gone(view, peer) or left(peer) or away(peer, machine.key)
             )
             machine.tick(now_s, frozenset(suspects))
             self._carry_out(machine)
@@ -510,7 +509,7 @@ class OpenRounds:
             entry.reminders = machine.closing.reminders
             entry.twins = machine.twins()
             self._log.enter(state, key.round, entry)
-            self._note_late(machine)
+            self._note_late(machine, machine.close, state.stream.cadence.stride)
         if machine.complete and self._is_live(machine):
             del self._machines[key]
             if machine.roster.contributes:
@@ -518,17 +517,14 @@ class OpenRounds:
             else:
                 self._catch_up.fill(state, key)
 
-    def _note_late(self, machine: Collective) -> None:
-        """Note which contributors have offered nothing to a round that is decided."""
-        view = self._context.views.by_hash(machine.view)
-        if view is None or machine.close is None:
-            return
-        roster, began_s = machine.roster, machine.ends_s - machine.deadline_s
-        here = {roster.me, *machine.content.offers, *(at for at, _ in machine.close.members)}
-        absent = roster.contributors - here
-        lasted_share = (self._context.now() - began_s) / machine.deadline_s
-        peers = [roster.peers[member] for member in sorted(absent)]
-        self._context.late.closed(view, machine.key.stream, peers, lasted_share)
+    def _note_late(self, machine: Collective, close: CloseList, stride: int) -> None:
+        """Note which contributors have offered nothing to a round that waited for them."""
+        roster, key, view = machine.roster, machine.key, self._context.views.by_hash(machine.view)
+        here = {roster.me, *machine.content.offers, *(member for member, _ in close.members)}
+        waited = machine.ends_s - self._context.now() <= (1 - LATE_SHARE) * machine.deadline_s
+        if view is not None and waited and (absent := roster.contributors - here):
+            peers = [roster.peers[member] for member in sorted(absent)]
+            self._late.missed(view, key, peers, stride)
 
     def _act(self, machine: Collective, action: Action) -> None:
         # The stream may be closed meanwhile.

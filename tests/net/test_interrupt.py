@@ -50,7 +50,7 @@ cli.main()
 """
 PACED_SAVE = """
 import time
-from farflock.node.process import leaving
+from farflock.node.assembly import leaving
 from farflock.node.state import checkpoint
 from farflock.node.cli import main as cli
 
@@ -66,7 +66,7 @@ cli.main()
 STILL_SAVE = SLOW_SAVE.replace(
     "cli.main()",
     """
-from farflock.node.process import leaving
+from farflock.node.assembly import leaving
 leaving.STALL_S = 1.0
 cli.main()""",
 )
@@ -205,7 +205,7 @@ def test_a_node_that_waits_for_a_silent_partner_ends_at_ctrl_c_with_all_saved(
     assert code == 130
     assert said["ended"] == "left"
     assert (Path(said["checkpoint"]) / "manifest.json").exists()
-    assert joiner.status()["doing"] == "has ended"
+    assert joiner.status()["doing"].startswith("has ended: the checkpoint is in")
     assert_gone(traces)
 
     os.kill(founder.process.pid, signal.SIGCONT)
@@ -242,7 +242,7 @@ def test_a_save_that_progresses_is_finished_however_long_it_takes(start, manifes
     assert time.monotonic() - began_s > 2.0, "the save was not slow"
     assert (code, said["ended"]) == (0, "left")
     assert (Path(said["checkpoint"]) / "manifest.json").exists()
-    assert node.status()["ended"] == f"the checkpoint is in {said['checkpoint']}"
+    assert node.status()["doing"] == f"has ended: the checkpoint is in {said['checkpoint']}"
 
 
 def test_one_that_stands_still_is_given_up_and_its_thread_does_not_hold_the_end_up(

@@ -15,7 +15,7 @@ from farflock.node.cli.commands.dry_run import (
     size_options,
     size_text,
 )
-from farflock.node.cli.commands.options import logs_of, machine_of, machine_options
+from farflock.node.cli.commands.options import grace_of, logs_of, machine_of, machine_options
 from farflock.node.cli.output import Output, conclude
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def command(
                 progress,
             ),
             greet,
+            grace_of(machine),
         )
 
 

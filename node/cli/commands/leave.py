@@ -73,5 +73,5 @@ def _ends(process: psutil.Process, path: Path) -> bool:
 def _said(path: Path) -> str:
     """Return what the node's end has come to; nothing if it has not said that."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return read_status(path).ended
+        return read_status(path).doing.partition("has ended: ")[2]
     return ""

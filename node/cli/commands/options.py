@@ -299,7 +299,6 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         codec_threads=options["codec_threads"],
         client_mode=options["no_listen"],
         checkpoint_s=options["checkpoint_every"],
-        grace_s=options["grace"],
         keep=options["keep"],
         keep_bytes=options["keep_bytes"],
         role=options["role"],
@@ -314,6 +313,12 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
             options["micro_batch"],
         ),
     )
+
+
+def grace_of(options: Mapping[str, Any]) -> float | None:
+    """Return the seconds from a request to stop to the end, if these options name them."""
+    grace_s: float | None = options["grace"]
+    return grace_s
 
 
 def logs_of(options: Mapping[str, Any]) -> "LogOptions":

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from farflock.node.assembly.leaving import TEARDOWN_S, Unsaved
 from farflock.node.cli.live import watching
 from farflock.node.cli.output import Output, conclude
 from farflock.node.process import torchrun
-from farflock.node.process.leaving import TEARDOWN_S, Unsaved
 from farflock.node.process.network import MachineOptions, require_startable
 from farflock.node.process.signals import GracefulStop, run_until_asked
 from farflock.node.process.status import Status, measures_of
@@ -33,20 +33,22 @@ def train(
     logs: LogOptions,
     work: TrainingCommand,
     greet: Greet,
+    grace_s: float | None = None,
 ) -> int:
     """Run a node to the end of its run, or until it is asked to stop; return the exit code.
 
     `work` calls its second argument with the node once the node is in the run; `greet` then prints
-    what the user must know. Of several processes of one peer, only the leader runs a node.
+    what the user must know. `grace_s` is the time from a request to stop to the end. Of several
+    processes of one peer, only the leader runs a node.
     """
     place = torchrun.place_of(os.environ)
     if place is None:
-        return _train(out, title, machine, logs, work, greet)
+        return _train(out, title, machine, logs, work, greet, grace_s)
     with torchrun.gathered(place, machine.device) as ranks:
         if not ranks.leads:
             torchrun.follow_leader(ranks, machine.device, machine.threads, machine.data)
             return 0
-        return _train(out, title, replace(machine, ranks=ranks), logs, work, greet)
+        return _train(out, title, replace(machine, ranks=ranks), logs, work, greet, grace_s)
 
 
 def _train(
@@ -56,6 +58,7 @@ def _train(
     logs: LogOptions,
     work: TrainingCommand,
     greet: Greet,
+    grace_s: float | None,
 ) -> int:
     ports = () if machine.client_mode else (machine.port, machine.dht_port)
     require_startable(machine.folder.path, machine.host, *ports)
@@ -67,6 +70,7 @@ def _train(
             greet(node)
             nodes.append(node)
             ending.gently = node.stop
+            node.leaving.grace_s = grace_s
             node.leaving.then = lambda: ending.end_within(TEARDOWN_S)
 
             def seen(status: Status) -> None:

@@ -158,8 +158,6 @@ def test_it_says_what_the_node_does(tmp_path, fields, doing):
     assert StatusWriter(node).write("has ended").doing == "has ended"
     node.member.stopping = True
     assert StatusWriter(node).write().doing == "is leaving: saves step 7"
-    node.leaving.said = "the checkpoint is in step-7"
-    assert StatusWriter(node).write("has ended").ended == "the checkpoint is in step-7"
 
 
 def test_it_marks_a_member_that_sends_the_same_updates(tmp_path):

@@ -4,7 +4,8 @@ import pytest
 from worlds.herd import STREAM, in_virtual_time
 from worlds.waiting import now, until
 
-from farflock.swarm.peer.latecomers import LATE_ROUNDS, Latecomers
+from farflock.swarm.messages import Key
+from farflock.swarm.peer.latecomers import Latecomers
 from farflock.swarm.protocol.views import Member, View
 
 SLEEP_S = 120.0
@@ -59,20 +60,15 @@ def test_one_that_is_only_slower_is_waited_for_in_each_round(kind):
     main()
 
 
-def test_only_rounds_that_were_waited_for_count_and_only_in_a_row():
+def test_only_rounds_in_a_row_count_and_an_offer_ends_the_absence():
     view = View(1, bytes(32), 0, (Member("a", 1), Member("b", 1)))
-    late = Latecomers()
-    for _ in range(LATE_ROUNDS):
-        assert not late.is_late("b", STREAM)
-        late.closed(view, STREAM, ["b"], 0.5)
-    assert late.is_late("b", STREAM)
-    assert not late.is_late("b", "another")
+    late = Latecomers(away := {})
+    for number in (2, 6, 10):  # it brought something to the rounds between
+        late.missed(view, Key(STREAM, number), ["b"], stride=2)
+    assert not away
+    late.missed(view, Key(STREAM, 12), ["b"], stride=2)
+    assert [*away] == [("b", STREAM)]
     late.heard("b", STREAM)
-    assert not late.is_late("b", STREAM)
-    for _ in range(LATE_ROUNDS):
-        late.closed(view, STREAM, ["b"], 0.01)  # there was enough without it
-    assert not late.is_late("b", STREAM)
-    for _ in range(LATE_ROUNDS):
-        late.closed(view, STREAM, ["gone"], 0.5)
-    late.closed(view, STREAM, [], 0.5)
-    assert not late.is_late("gone", STREAM), "strangers are forgotten"
+    assert not away
+    late.missed(view, Key(STREAM, 14), ["b"], stride=2)
+    assert not away, "it begins anew"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from farflock.node.assembly.checkpoints import SaveProgress
-from farflock.node.process.leaving import CHANGE_S, STALL_S, STEP_S, Leaving, Unsaved
+from farflock.node.assembly.leaving import CHANGE_S, STALL_S, STEP_S, Leaving, Unsaved
 from farflock.node.state.checkpoint import CheckpointError
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -27,6 +27,8 @@ class Keeper:
         position = SimpleNamespace(own_tokens=untaken)
         driver = SimpleNamespace(position=position)
         self.node = SimpleNamespace(loop=SimpleNamespace(step=7, driver=driver))
+
+    whole_steps = False
 
     def trust(self):
         pass
@@ -55,7 +57,8 @@ class Run:
         self.said, self.keeper = [], keeper
         chain = SimpleNamespace(newest=SimpleNamespace(peers=members))
         self.peer = SimpleNamespace(me="me", context=SimpleNamespace(chain=chain))
-        self.leaving = Leaving(self, [keeper], RunFolder(Path("x")), self.report, grace_s)
+        self.leaving = Leaving(self, [keeper], RunFolder(Path("x")), self.report)
+        self.leaving.grace_s = grace_s
 
     def report(self, kind, fields):
         self.said.append((kind, self.now()))
@@ -114,6 +117,14 @@ def test_a_long_step_is_left_out_and_the_state_before_it_is_saved():
     run = lived(Keeper(megabytes=4))
     assert run.took_s == pytest.approx(STEP_S + 4, abs=0.5)
     assert run.leaving.said.endswith("step-7, without the step that was under way")
+
+
+def test_a_step_that_cannot_be_left_out_has_a_minute():
+    keeper = Keeper(megabytes=4)
+    keeper.whole_steps = True
+    assert lived(keeper, work_s=40.0).leaving.saved is not None
+    run = lived(keeper)
+    assert "its step has not ended after 60 s, and cannot be left out here" in run.leaving.said
 
 
 def test_a_state_that_goes_on_changing_is_not_waited_for_for_ever():

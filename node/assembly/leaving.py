@@ -30,7 +30,7 @@ class Unsaved(Failure):
     """A node has ended, and its last step is not on the disk."""
 
 
-class Member(Protocol):
+class RunMember(Protocol):
     """A node's membership of its run (node/assembly/session.py)."""
 
     @property
@@ -49,14 +49,14 @@ class Leaving:
 
     def __init__(
         self,
-        member: Member,
+        member: RunMember,
         keepers: Sequence[CheckpointManager],
         folder: RunFolder,
         report: Report,
-        grace_s: float | None = None,
     ) -> None:
         self._member, self._keepers, self._folder = member, keepers, folder
-        self._report, self._grace_s = report, grace_s
+        self._report = report
+        self.grace_s: float | None = None
         self._asked_s = 0.0
         self._asked = asyncio.Event()
         self._training: asyncio.Task[None] | None = None
@@ -79,7 +79,7 @@ class Leaving:
 
     @property
     def doing(self) -> str:
-        """What the node does on its way out, for its status."""
+        """The work of the node on its way out, for its status."""
         for progress in (keeper.progress for keeper in self._keepers):
             if progress.is_open:
                 whole = f"{progress.share:.0%} of {progress.total / 1e6:,.1f} MB"
@@ -159,16 +159,23 @@ class Leaving:
 
     @property
     def _step_s(self) -> float:
-        return STEP_S if self._grace_s is None else min(STEP_S, self._grace_s / 4)
+        longest_s = CHANGE_S if self._whole_steps else STEP_S
+        return longest_s if self.grace_s is None else min(longest_s, self.grace_s / 4)
+
+    @property
+    def _whole_steps(self) -> bool:
+        return any(keeper.whole_steps for keeper in self._keepers)
 
     def _left_s(self) -> float | None:
         """Return the seconds that are left to save; None if the user named no time."""
-        if self._grace_s is None or not self.asked:
+        if self.grace_s is None or not self.asked:
             return None
-        return self._asked_s + self._grace_s - min(TEARDOWN_S, self._grace_s / 2) - _now()
+        return self._asked_s + self.grace_s - min(TEARDOWN_S, self.grace_s / 2) - _now()
 
     def _too_long(self) -> str:
         """Return why the save is not even begun; nothing if it is."""
+        if self._cut_short and self._whole_steps:
+            return f"its step has not ended after {self._step_s:.0f} s, and cannot be left out here"
         left_s = self._left_s()
         needed_s = sum(keeper.progress.expected_s for keeper in self._keepers)
         if left_s is None or needed_s <= left_s:
@@ -191,7 +198,7 @@ class Leaving:
             elif still_s >= STALL_S:
                 return f"the disk has taken nothing for {STALL_S:.0f} s"
             if left_s is not None and left_s <= 0:
-                return f"the {self._grace_s:g} s of --grace are over"
+                return f"the {self.grace_s:g} s of --grace are over"
         return ""
 
     @property
