@@ -1,4 +1,4 @@
-"""What a program can say of its swarm, in numbers and in words."""
+"""The state of a swarm as a program can show it, in numbers and in words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
