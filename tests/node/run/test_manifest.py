@@ -24,6 +24,7 @@ from farflock.node.run.manifest import (
     unseal_head,
 )
 from farflock.node.run.sections import MAX_MANIFEST_BYTES, PROTOCOL, require_same_protocol
+from farflock.node.run.tensor_list import MAX_LIST_BYTES
 from farflock.optimizers.catalog import METHODS, method, unfolded
 from farflock.optimizers.catalog import PRESETS as METHOD_PRESETS
 from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov
@@ -509,7 +510,9 @@ def test_a_head_comes_back_from_its_sealed_form(head):
 
 
 def test_the_largest_head_fits_its_limit():
-    largest = Head("f" * 64, IDENTITY.peer, bytes(32), 2**20, 2**31)
+    largest = Head(
+        "f" * 64, IDENTITY.peer, bytes(32), 2**20, 2**31, 2**31, bytes(32), MAX_LIST_BYTES
+    )
     assert len(seal_head(IDENTITY, largest)) <= MAX_HEAD_BYTES
 
 
