@@ -32,7 +32,6 @@ from farflock.swarm.messages import (
 )
 from farflock.swarm.peer.catch_up import FETCH_TIMEOUT_S, HOPELESS_S, CatchUp
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.latecomers import LATE_SHARE, Latecomers
 from farflock.swarm.peer.round_log import (
     LoggedRound,
     OpenOffer,
@@ -49,6 +48,7 @@ from farflock.swarm.protocol.exchange.reminders import calls_for_decision
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.groups import order, rotation
+from farflock.swarm.protocol.latecomers import LATE_SHARE, Latecomers
 from farflock.swarm.protocol.log_truncation import LogTruncation, oldest_of
 from farflock.swarm.protocol.views import View
 

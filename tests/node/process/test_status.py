@@ -102,12 +102,11 @@ def test_a_node_that_downloads_the_runs_state_says_how_much_is_left(tmp_path, mo
     monkeypatch.setattr(StatusWriter, "_put", lambda writer, status: written.append(status))
 
     async def joins():
-        joining = asyncio.create_task(StatusWriter(node).while_joining())
-        await asyncio.sleep(1.5)  # before it is asked for
-        assert not written
-        node.member.peer.snapshots.coming = coming
-        await asyncio.sleep(1.0)
-        joining.cancel()
+        async with StatusWriter(node).while_joining():
+            await asyncio.sleep(1.5)  # before it is asked for
+            assert not written
+            node.member.peer.snapshots.coming = coming
+            await asyncio.sleep(1.0)
 
     run_virtual(joins())
     (status,) = written

@@ -5,7 +5,7 @@ from worlds.herd import STREAM, in_virtual_time
 from worlds.waiting import now, until
 
 from farflock.swarm.messages import Key
-from farflock.swarm.peer.latecomers import Latecomers
+from farflock.swarm.protocol.latecomers import Latecomers
 from farflock.swarm.protocol.views import Member, View
 
 SLEEP_S = 120.0
