@@ -49,14 +49,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._jumping = _JumpingSelector(start_s)
         super().__init__(self._jumping)
         self._clock_resolution = RESOLUTION_S
-        self._interrupted = False
+        self._begun = self._interrupted = False
 
     def time(self) -> float:
         return self._jumping.now_s
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:  # noqa: ANN401
         task = super().create_task(coro, **options)
-        task.add_done_callback(_pass_on_interruption)
+        if self._begun:  # the first task is main, whose error comes out anyway
+            task.add_done_callback(_pass_on_interruption)
+        self._begun = True
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
