@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import textwrap
 
 from generate.page import code, docstring, page, paragraphs, table
 
@@ -27,7 +28,8 @@ of its options that differ from their defaults, so `DiLoCo()` joins any run of D
 peers pass the same class: the run knows it by its dotted name. How to write one:
 [new method](../how-to/new-method.md).
 """
-FUNCTIONS = ("local_swarm", "method", "codec", "samples", "scheduled")
+WIDTH = 100  # columns of code
+FUNCTIONS = ("local_swarm", "method", "codec", "samples", "scheduled", "join_progress")
 RECORDS = ("Round", "SwarmStatus")
 ERRORS = ("FarflockError", "Failure", "RefusedByRun", "Usage")
 OUTERS = ("OuterHeavyBall", "OuterNesterov", "OuterSGD")
@@ -67,7 +69,21 @@ def _row(name: str) -> tuple[str, str]:
 
 
 def _described(name: str) -> str:
-    return f"```python\n{_signature(name)}\n```\n\n{paragraphs(docstring(getattr(farflock, name)))}"
+    shown = _wrapped(_signature(name))
+    return f"```python\n{shown}\n```\n\n{paragraphs(docstring(getattr(farflock, name)))}"
+
+
+def _wrapped(signature: str) -> str:
+    """Return a signature as the formatter of the project's code would leave it."""
+    signature = signature.replace("'", '"')
+    if len(signature) <= WIDTH:
+        return signature
+    called, _, parameters = signature.removesuffix(")").partition("(")
+    indent = "    "
+    lines = textwrap.fill(
+        parameters, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False
+    )
+    return f"{called}(\n{lines}\n)"
 
 
 def _signature(name: str) -> str:
