@@ -3,13 +3,14 @@ servers of all stages, beside its training and theirs, and tells all members.
 
 Evaluations follow the rounds of the first stage, which every member hears of. A value of round N is
 that of weights which had that round's tokens or more, perhaps those of the rounds that ended while
-it was measured (decision 034)."""
+it was measured (decision 034). The founder's own trainer begins when it has measured the weights
+that the run begins with."""
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from farflock.node.model.evaluation import HeldOut
 from farflock.node.pipeline.passes.edges import Edges
@@ -25,7 +26,7 @@ from farflock.node.train.evaluator import Measured, evaluation_of
 from farflock.swarm.paths.policy import fixed
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.protocol.evaluation_lot import EvaluationSchedule
-from farflock.swarm.protocol.evaluation_progress import ENDED
+from farflock.swarm.protocol.evaluation_progress import ENDED, STALLED_S
 
 LOOK_EVERY_S = 0.25  # at the rounds of the first stage, and at what others measured
 FIRST = 0  # the stage whose rounds evaluations follow
@@ -45,6 +46,8 @@ class PathEvaluator:
     step: Callable[[], int]
     watch: EvaluationWatch = field(init=False)
     _looked: int = field(default=-1, init=False)  # the last round that was looked at
+    _holds: bool = field(default=False, init=False)  # this node's trainer, before the first value
+    _moved_s: float = field(default=math.inf, init=False)  # of the last progress
 
     def __post_init__(self) -> None:
         self.watch = EvaluationWatch(self.peer.evaluations, self.report)
@@ -57,6 +60,16 @@ class PathEvaluator:
         """Leave the first round, which had begun before this node came, to others."""
         self._looked = self.stage_directory.streams[FIRST].first
 
+    def founds(self) -> None:
+        """Measure the weights that the run begins with before this node's trainer changes them."""
+        self._holds = True
+
+    def may_train(self) -> bool:
+        """Return whether this node's trainer may begin a microbatch. It waits for no measurement
+        that stands still, nor once others have ended the first round."""
+        is_begun = self._begun() > self.stage_directory.streams[FIRST].first
+        return not self._holds or is_begun or _now() - self._moved_s >= STALLED_S
+
     async def record(self) -> None:
         """Record what members measured, until cancelled."""
         while True:
@@ -67,12 +80,14 @@ class PathEvaluator:
         """Measure whenever this node is drawn, until cancelled."""
         if self._begun() != self._due():
             self._looked = self._due()  # this life begins in the middle of the run
+        self._moved_s = _now()
         while True:
             number = self._due()
             if number != self._looked:
                 self._looked = number
                 if self._begins(number) and await self._is_whole(number):
                     await self._evaluate(number)
+            self._holds = False
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _begins(self, number: int) -> bool:
@@ -100,8 +115,13 @@ class PathEvaluator:
 
     async def _evaluate(self, number: int) -> None:
         tokens, say = self.stage_directory.tokens(), self.peer.evaluations.say_progress
+
+        def moved(percent: int) -> None:
+            self._moved_s = _now()
+            say(number, percent)
+
         try:
-            found = await self.meter.measure(partial(say, number))
+            found = await self.meter.measure(moved)
         finally:
             say(number, ENDED)
         if found is not None:
@@ -124,3 +144,7 @@ def path_meter(
         peer, stage_directory, policy, codecs, Quarantine(), *waits, direct=terms.direct
     )
     return PathMeter(client, stage_directory, codecs, held_out, min(stages, terms.window))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

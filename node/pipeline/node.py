@@ -112,6 +112,8 @@ class PipelineNode:
         """Start the run: this node's initial weights of its stages become the run's."""
         self.peer.found()
         self._look_on()
+        if self.evaluator is not None:
+            self.evaluator.founds()
         for serving in self.servings:
             self._beginning(serving).found()
 
@@ -375,6 +377,8 @@ def evaluate(node: PipelineNode, every: int, held_out: Callable[[], HeldOut | No
     node.evaluator = PathEvaluator(*known, lambda: node.step)
     # A server of a stage is drawn only where nobody else is left (decision 034).
     node.evaluates = node.trainer is not None
+    if isinstance(node.trainer, Trainer):  # a full replica can train where nobody can measure
+        node.trainer.may_begin = node.evaluator.may_train
 
 
 def _max_late(pipeline: PipelinePlan, edges: Edges) -> int:

@@ -154,8 +154,9 @@ def part_of(
         node.trainer.source.counted = lambda batch: peer.context.spawn(samples.counted(batch))
     brake = brake_of(lambda: node.stopping)
     if brake is not None and isinstance(node.trainer, Trainer):
-        node.trainer.may_begin = partial(
-            brake.may_begin, pipeline.batch_tokens // (plan.batch * plan.seq)
+        begins, tokens = node.trainer.may_begin, plan.batch * plan.seq
+        node.trainer.may_begin = lambda: (
+            begins() and brake.may_begin(pipeline.batch_tokens // tokens)
         )
     return node, keepers
 

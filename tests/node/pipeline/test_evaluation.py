@@ -14,6 +14,7 @@ from worlds.waiting import until
 from farflock.node.model.data import evaluation_rows
 from farflock.node.model.evaluation import HeldOut, measure
 from farflock.node.model.llama import build
+from farflock.node.pipeline import evaluation
 from farflock.node.pipeline.passes.requests import HeldOutForward
 from farflock.node.run.terms import Asynchronous, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PeerRole, PipelineWorld, parts
@@ -59,6 +60,12 @@ def joined_loss(one):
         for name, weight in model.named_parameters():
             weight.copy_(state[name])
     return measure(model, HELD_OUT.rows, HELD_OUT.lengths)
+
+
+def first_loss(one):
+    """The held-out loss of the weights that the run begins with."""
+    model = build(one.plan.model, one.plan.run_seed).double()
+    return measure(model, HELD_OUT.rows).estimate.mean
 
 
 def told(one):
@@ -134,6 +141,41 @@ def test_the_loss_falls_while_the_run_trains():
     assert losses[-1] < losses[0] - 0.05
 
 
+def test_a_founder_that_trains_measures_the_weights_that_the_run_begins_with():
+    one = evaluated(BOTH, steps=3, rate=0.5)
+    one.evaluations, before = (10**6, HeldOut(ROWS.repeat(4, axis=0))), first_loss(one)
+    one.run()
+    assert newest(one).loss == pytest.approx(before, rel=1e-6)
+    assert joined_loss(one).estimate.mean < before - 0.05
+
+
+async def never():
+    await asyncio.Event().wait()
+
+
+async def at_once():
+    pass
+
+
+@pytest.mark.parametrize(("measures", "least_s"), [(never, 30.0), (at_once, 0.0)])
+def test_it_trains_once_the_measurement_stands_still_or_is_given_up(measures, least_s, monkeypatch):
+    monkeypatch.setattr(evaluation, "STALLED_S", 30.0)
+    one, begun = evaluated(BOTH, steps=10**4), []
+
+    def watching(number, node, made=one.watch):
+        made(number, node)
+        node.evaluator.meter.measure = lambda moved: measures()
+
+    async def is_begun(sim):
+        await until(lambda: len(sim.nodes) == 3 and sim.nodes[0].trainer.source.begun)
+        begun.append(asyncio.get_running_loop().time())
+        sim.end()
+
+    one.watch = watching
+    one.run(is_begun)
+    assert least_s <= begun[0] <= least_s + 10.0
+
+
 def test_training_goes_on_while_a_long_evaluation_is_under_way():
     one, found = evaluated(parts(3, 1, 1), steps=10**4), []
     one.evaluations = 10**6, LONG
@@ -183,20 +225,19 @@ def test_one_that_outlasts_many_rounds_is_made_once_and_keeps_others_from_beginn
 def test_of_a_method_with_outer_parameters_these_are_measured_and_no_inner_steps():
     """While it is measured, servers take inner steps, and no outer one."""
     options = {"period": 99, "codec": "fp32", "return_codec": "fp32"}
-    one = evaluated(BOTH, steps=10**4, rate=0.5, method="diloco", options=options)
+    one = evaluated(parts(3, 1, 1), steps=10**4, rate=0.5, method="diloco", options=options)
     one.evaluations = 10**6, LONG
     one.weights_of = lambda life: {}  # between rounds servers differ, as the method wants
-    before = measure(build(one.plan.model, one.plan.run_seed).double(), HELD_OUT.rows).estimate
-    taken = []
+    before, taken = first_loss(one), []
 
     async def is_told(sim):
-        await until(lambda: len(sim.nodes) == 3 and told(one)[0])
+        await until(lambda: len(sim.nodes) == 4 and told(one)[0])
         taken.append(sim.nodes[0].step)
         sim.end()
 
     one.run(is_told)
     assert taken[0] >= 1
-    assert told(one)[0].popitem()[1].loss == pytest.approx(before.mean, rel=1e-6)
+    assert told(one)[0].popitem()[1].loss == pytest.approx(before, rel=1e-6)
 
 
 CODECS = {
