@@ -339,6 +339,7 @@ async def _train(node: NodeProcess, on_start: Callable[[NodeProcess], None]) -> 
             await leaving.until(lambda: peer.alone, LINGER_S)
             return await leaving.end()
         except StepImpossible:
+            leaving.ask()
             with contextlib.suppress(Unsaved):
                 await leaving.end()
             raise

@@ -105,7 +105,7 @@ def test_a_real_peer_leaves_no_thread_process_or_file_and_refuses_a_model_that_i
         assert optimizer.last_round == ("delta", 0, "alone", 1)
         with pytest.raises(
             RefusedByRun,
-            match=r"model\.numbers: it is 4 here and 3 in the run; build the model",
+            match=r"model\.numbers: it is 4 here and 3 in the run, as parameter weight has",
         ):
             SwarmOptimizer(nn.Linear(3, 1), invite=optimizer.invite)
         with pytest.raises(
