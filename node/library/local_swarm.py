@@ -62,14 +62,17 @@ class LocalPeers:
         known = replace(known, records=[self._record(0, known.run)])
         session = Session(self._world(rank, known.run), self._identities[rank], known)
         self._sessions.append(session)
-        async with session.running():
-            here = OptimizerNode.assemble(
-                join_request, terms, session.peer, self._compute, _no_invite, founder=rank == 0
-            )
-            here.gate = functools.partial(self._wait_for_all, self._all_ready)
-            async with present(session, here):
-                self._founded.set()
-                yield here
+        try:
+            async with session.running():
+                here = OptimizerNode.assemble(
+                    join_request, terms, session.peer, self._compute, _no_invite, founder=rank == 0
+                )
+                here.gate = functools.partial(self._wait_for_all, self._all_ready)
+                async with present(session, here):
+                    self._founded.set()
+                    yield here
+        finally:
+            self.network.kill(session.peer.me)  # the end of a process closes its connections, too
 
     def _world(self, rank: int, run: str) -> PeerWorld:
         links, record = self.network.links(self._identities[rank].peer), self._record(rank, run)

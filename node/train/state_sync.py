@@ -8,8 +8,8 @@ The code is the same in a process and in the simulator; long work goes through t
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -19,15 +19,19 @@ import torch
 from farflock.node.model.replica import Storage, drop_spoiled, in_memory
 from farflock.node.state.cut import Cut
 from farflock.node.state.spool import Malformed, room, spooled, tensors_of
+from farflock.node.train.absence import STALL_S
 from farflock.node.train.driver import Apply, Driver, RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
-from farflock.optimizers.method import ExchangeKey, State
+from farflock.optimizers.method import ExchangeKey, Result, State
 from farflock.optimizers.parts.state import WrongState, counter, state_hash
 from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
+from farflock.swarm.peer.absences import Absences
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.pairing import Pairing
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
 from farflock.swarm.peer.state_download import SILENT_S
+from farflock.swarm.tasks import cancel
 
 STATE = "state"  # the name under which a method's whole state is served
 MARK = "mark."  # prefix of `StateSync.marks` in a snapshot
@@ -52,6 +56,8 @@ class StatePeer(Protocol):
 
     context: PeerContext
     snapshots: Snapshots
+    absences: Absences
+    pairing: Pairing
 
     def reach(self, stage: int | None = None) -> int:
         """Return the earliest round whose snapshot the logs of a stage's streams can continue;
@@ -174,7 +180,7 @@ class StateSync:
         replica, stage = self._driver.replica, self._client.stage
         mine = await self._compute(self._beginning)
         landing, wrong = _Landing(self.spool.storage), 0
-        async with asyncio.timeout(timeout_s):
+        async with self._absent(), asyncio.timeout(timeout_s):
             while True:
                 # from an older round the log could not be followed to the present
                 oldest, max_bytes = self._peer.reach(stage), max_state_bytes(replica.shapes)
@@ -196,8 +202,26 @@ class StateSync:
                     wrong += 1
                     if wrong == MAX_WRONG_STATES:
                         raise CorruptSnapshot(f"{wrong} states were of no use: {error}") from None
-        self._driver.forget()
-        self.open(rounds, snapshot.tokens)
+            self.open(rounds, snapshot.tokens)
+
+    @asynccontextmanager
+    async def _absent(self) -> AsyncIterator[None]:
+        """Let no member wait for this one while the block runs, once it takes long, nor in rounds
+        that this one is past by then."""
+        if not self._opened:
+            yield
+            return
+
+        async def tell() -> None:
+            await asyncio.sleep(STALL_S)
+            self._peer.absences.leave(self.next_rounds.items())
+
+        telling = asyncio.create_task(tell())
+        try:
+            yield
+        finally:
+            await cancel(telling)
+        self._peer.absences.come_back(self.next_rounds.items())
 
     def _beginning(self) -> bytes | None:
         """Return the hash of the state with which a run would begin here; None once it has."""
@@ -210,7 +234,20 @@ class StateSync:
         with self._driver.cuts.changing():
             self._driver.method.restore(self._driver.replica, state, "adopt")
             drop_spoiled(self._driver.replica)
-        return rounds
+            self._driver.forget()
+            return rounds | self._skipped(rounds)
+
+    def _skipped(self, rounds: Mapping[str, int]) -> dict[str, int]:
+        """Lead the method past rounds that are over for this peer although the state is older, and
+        return them: a pair holds a round once, so a partner would not answer to it."""
+        if not self._opened:
+            return {}
+        pairing = self._peer.pairing
+        left = {name: pairing.left_round(self._client.name(name)) for name in rounds}
+        over = {name: number for name, number in left.items() if number > rounds[name]}
+        for name, number in over.items():
+            self._driver.skip(ExchangeKey(name, number), Result("failed", number + 1))
+        return over
 
     def _rounds_in(self, state: State) -> dict[str, int]:
         """Return each stream's last round in a snapshot, and remove entries unknown to methods."""

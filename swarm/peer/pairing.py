@@ -46,6 +46,7 @@ class Pairing:
         self._changed: dict[str, asyncio.Event] = {}
         self._rounds: dict[str, int] = {}  # this peer's next round, by stream
         self._seen: dict[str, int] = {}
+        self._abandoned: set[str] = set()  # not open again since a change of chain
         self._early: dict[tuple[str, PeerId], PairPropose] = {}
         self._done: collections.OrderedDict[Key, Pair] = collections.OrderedDict()
         self.unsure_rounds = 0  # no decision heard: perhaps applied on one side only
@@ -65,6 +66,15 @@ class Pairing:
         self._streams[stream.name] = stream
         self._rounds[stream.name] = after_round + 1
         self._seen[stream.name] = after_round
+        self._abandoned.discard(stream.name)
+
+    def left_round(self, name: str) -> int:
+        """Return the last round of a stream that this peer, or another that it heard of, has left:
+        it is over, whatever state this peer adopts. -1 for streams that are not open in pairs, and
+        after a change of chain."""
+        if name not in self._streams or name in self._abandoned:
+            return -1
+        return max(self._rounds[name], self._seen[name]) - 1
 
     def abandon(self) -> tuple[str, ...]:
         """End all exchanges after a change of chain; return the names of the streams to reopen."""
@@ -72,6 +82,7 @@ class Pairing:
             pair.lost(self._context.now())
             self._changed[name].set()
         self._early.clear()
+        self._abandoned.update(self._streams)
         return tuple(self._streams)
 
     async def exchange(self, name: str, offer: Offer) -> RoundOutcome:
@@ -100,6 +111,7 @@ class Pairing:
                 pair.lost(self._context.now())
                 self._flush(pair)
                 self._context.store.release(work_pin(key))
+                self._rounds[name] = key.round + 1
             del self._current[name]
             self._done[key] = pair
             while len(self._done) > DONE_KEPT:

@@ -217,7 +217,7 @@ class Snapshots:
             chain = self._context.chain
             await self._gather_offers(download)
             heard = {p: said for p, said in download.offers.items() if p not in download.mute}
-            offer, holders = _choose(heard or download.offers)
+            offer, holders = _choose(heard or download.offers, download.stays)
             if offer.state == download.wanted.known:
                 return Snapshot(offer.round, offer.state, offer.tokens, ())
             pin = ("download", name)
@@ -325,13 +325,14 @@ def _incomplete(download: StateDownload, seconds: float) -> str:
     return f"{why} within {seconds:.0f} s"
 
 
-def _choose(offers: dict[PeerId, StateOffer]) -> tuple[StateOffer, list[PeerId]]:
-    """Return the state announced most often (ties: the newest round) and its holders."""
-    votes = collections.Counter(
-        (offer.round, offer.state, offer.digest) for offer in offers.values()
-    )
-    best = max(votes, key=lambda entry: (votes[entry], entry[0], entry[1]))
-    holders = sorted(
-        peer for peer, offer in offers.items() if (offer.round, offer.state, offer.digest) == best
-    )
+def _choose(
+    offers: dict[PeerId, StateOffer], stays: Callable[[PeerId], bool] = lambda peer: True
+) -> tuple[StateOffer, list[PeerId]]:
+    """Return the state announced most often (ties: the newest round) and its holders: one that a
+    peer holds who stays, if there is any."""
+    announced = {peer: (offer.round, offer.state, offer.digest) for peer, offer in offers.items()}
+    votes = collections.Counter(announced.values())
+    lasting = {entry for peer, entry in announced.items() if stays(peer)}
+    best = max(lasting or votes, key=lambda entry: (votes[entry], entry[0], entry[1]))
+    holders = sorted(peer for peer, entry in announced.items() if entry == best)
     return offers[holders[0]], holders

@@ -184,16 +184,23 @@ class StateDownload:
         return chunks
 
     async def _comes_back(self, holders: Sequence[PeerId]) -> bool:
-        """Return True if the holders were gone, and one of them is back soon."""
+        """Return True if the holders were gone, and one of them is back soon; those that said
+        goodbye are not waited for."""
         until_s = self.context.now() + BREAK_S
-        if self._living(holders):
+        if any(map(self._lives, holders)):
             return False
-        while not (back := self._living(holders)) and self.context.now() < until_s:  # noqa: ASYNC110
+        while not (back := any(map(self._lives, holders))) and self.context.now() < until_s:
+            if all(map(self.context.left, holders)):
+                return False
             await asyncio.sleep(LOOK_S)
-        return bool(back)
+        return back
 
-    def _living(self, holders: Sequence[PeerId]) -> list[PeerId]:
-        return [peer for peer in holders if self.context.life(peer) not in ("suspect", "dead")]
+    def stays(self, peer: PeerId) -> bool:
+        """Return True if a holder is there, and has not said goodbye."""
+        return self._lives(peer) and not self.context.left(peer)
+
+    def _lives(self, peer: PeerId) -> bool:
+        return self.context.life(peer) not in ("suspect", "dead")
 
     async def _get(
         self, offer: StateOffer, holders: Sequence[PeerId]

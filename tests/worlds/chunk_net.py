@@ -14,13 +14,13 @@ from farflock.swarm.messages import DataHeld, DataQuery, StateOffer, StateQuery
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.data_holders import DataHolders
 from farflock.swarm.peer.snapshots import Snapshot, Snapshots
-from farflock.swarm.protocol.views import Certified, Chain, Member, genesis
+from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
 NAME = "state"
 MEMBERS = ("a", "b", "c", "d", "e")
-GENESIS = genesis("run", Member("a", 1))
+GENESIS = View(0, bytes(32), 0, tuple(Member(name, 1) for name in MEMBERS))
 
 
 def data_of(size, seed=0):

@@ -117,8 +117,9 @@ class Member:
         await loop.end_step(loss)
 
 
-def train_together(count, method, model_of, work, inner_of, **options):
-    """Return `await work(member)` of each rank, in order; rank 0 starts the run."""
+def train_together(count, method, model_of, work, inner_of, *, name=None, **options):
+    """Return `await work(member)` of each rank, in order; rank 0 starts the run, whose name decides
+    all that it draws."""
     peers, everybody = LocalPeers(count, 0, QUICK, inline), asyncio.Barrier(count)
 
     async def live(rank):
@@ -128,7 +129,7 @@ def train_together(count, method, model_of, work, inner_of, **options):
         averaged = buffers and buffers.agreed
         listed = list_tensors(model, with_frozen=options.get("frozen") is None, buffers=averaged)
         print_ = fingerprint(model, inner, listed)
-        wished = wish(print_, method, {"name": None, "seed": 0}, options)
+        wished = wish(print_, method, {"name": name, "seed": 0}, options)
         if method in SHARED_MOMENTS:
             make_portable(inner)
         task, replica = ExternalStep(), PlainReplica(model, inner, None)

@@ -12,6 +12,7 @@ from farflock.compression.codec import UnencodableTensor
 torch.set_num_threads(1)
 DEADLINE_S = 30.0
 PERIOD = 3
+STEP_S = 0.3  # so that the run is not over before the peer has the others' state
 
 
 def adamw(parameters):
@@ -29,23 +30,28 @@ def loss_of(rank, step, spoiled):
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("method", "step_s", "options"),
     [
-        ("diloco", {"period": PERIOD}),
-        ("noloco", {"period": PERIOD}),
-        ("sparseloco", {"period": PERIOD}),
-        ("ddp", {}),
+        ("diloco", STEP_S, {"period": PERIOD}),
+        # whose partner each peer is depends on the run's name
+        *(("noloco", STEP_S, {"period": PERIOD, "name": name}) for name in ("a", "g", "l")),
+        # the state is of a later round than the one in which a partner waits
+        ("noloco", 0.0, {"period": PERIOD, "name": "w"}),
+        ("sparseloco", STEP_S, {"period": PERIOD}),
+        ("ddp", STEP_S, {}),
     ],
 )
-def test_the_others_round_closes_at_once_and_the_peer_takes_over_their_state(method, options):
+def test_the_others_rounds_close_at_once_and_the_peer_takes_over_their_state(
+    method, step_s, options
+):
     async def work(member):
-        clock, began_s = asyncio.get_running_loop().time, None
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
         for step in range(4 * PERIOD):
             spoiled = member.rank == 1 and step == PERIOD + 1
-            began_s = clock() if step == PERIOD else began_s
+            await asyncio.sleep(step_s)
             await member.step(loss_of(member.rank, step, spoiled))
-            if step == 2 * PERIOD - 1:
-                took_s = clock() - began_s
+        took_s = clock() - began_s - 4 * PERIOD * step_s
         reasons = [fields["reason"] for kind, fields in member.reports if kind == "adopt"]
         finite = all(x.isfinite().all() for x in member.model.parameters())
         return took_s, reasons, finite, member.rounds[-1]

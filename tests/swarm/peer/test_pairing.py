@@ -438,6 +438,19 @@ async def test_a_cancelled_exchange_tells_its_partner_so_that_it_need_not_wait(w
 
 
 @in_a_world()
+async def test_a_round_that_was_begun_is_left_however_it_ends_until_the_chain_changes(world):
+    leader, _ = world.roles()
+    assert leader.pairing.left_round(NAME) == -1
+    task = asyncio.create_task(leader.swap(3))
+    await asyncio.sleep(0.15)
+    task.cancel()
+    await asyncio.wait([task])
+    assert leader.pairing.left_round(NAME) == 3
+    leader.pairing.abandon()
+    assert leader.pairing.left_round(NAME) == -1
+
+
+@in_a_world()
 async def test_what_is_remembered_of_past_rounds_is_bounded(world):
     a, b = world.peers.values()
     for number in range(DONE_KEPT + 5):

@@ -123,6 +123,31 @@ async def test_a_lone_source_behind_a_broken_line_goes_on_with_the_same_state(wo
 
 
 @in_a_world
+async def test_the_state_of_a_member_that_stays_is_taken_before_that_of_one_that_leaves(world):
+    world.peer("a").serve(snapshot(9))
+    world.peer("b").serve(snapshot(5))
+    world.joiner.context.leaving = {"a"}
+    assert await world.joiner.fetch(None) == snapshot(5)
+    assert now() < SOON_S
+
+
+@in_a_world
+async def test_a_source_that_said_goodbye_and_is_gone_is_not_waited_for(world):
+    slow(world)
+    world.peer("a").serve(STATE)
+
+    async def leave():
+        await asyncio.sleep(50.0)
+        world.joiner.context.leaving = {"a"}
+        world.network.kill("a")
+        world.peer("b").serve(snapshot(5))
+
+    world.spawn(leave())
+    assert await world.joiner.fetch(None) == snapshot(5)
+    assert 50.0 < now() < 50.0 + BREAK_S - SOON_S
+
+
+@in_a_world
 async def test_a_joiner_that_starts_again_goes_on_with_what_it_has_verified(world):
     kept, source = MemoryKept(), world.peer("a").serve(STATE)
     slow(world)
