@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from farflock.node.state.paths import RunFolder
-from farflock.node.state.shelf import Shelf
 from farflock.swarm.compute import Compute, inline
 from farflock.swarm.directory import Directory
 from farflock.swarm.identity import Identity
@@ -67,6 +66,7 @@ class PeerWorld:
     clock: Clock = field(default_factory=Clock)
     workers: Workers = field(default_factory=Workers)
     files: Files = field(default_factory=Files)
+    trouble: Callable[[], str] = str  # what keeps the directory from this peer; empty: nothing
 
 
 def peer_over(world: PeerWorld, identity: Identity, terms: RunTerms) -> Peer:
@@ -84,5 +84,7 @@ def peer_over(world: PeerWorld, identity: Identity, terms: RunTerms) -> Peer:
     )
     peer.ticks.rests = world.clock.rests
     if files.folder is not None:
+        from farflock.node.state.shelf import Shelf  # late: with it comes torch
+
         peer.context.shelve = Shelf(files.folder.rounds, world.workers.files)
     return peer

@@ -117,6 +117,7 @@ def status_of(
         busy_share=busy_share,
         evaluation=watched(part.watch),
         data=None if node.data is None else node.data.status(peer),
+        directory=node.session.world.trouble(),
     )
 
 

@@ -23,6 +23,7 @@ class RecordBook:
 
     def __init__(self, context: PeerContext) -> None:
         self.records: dict[PeerId, Record] = {}  # of other peers
+        self.sealed: dict[PeerId, bytes] = {}  # the same, as their owners signed them
         self.mine = b""  # this peer's own, sealed, as carried by `Join`
         self.make: Callable[[], bytes] = lambda: b""  # makes this peer's own, as it is now
         self._context = context
@@ -42,7 +43,7 @@ class RecordBook:
         has_room = known is not None or len(self.records) < MAX_KNOWN
         # The directory may still have an old record of this peer itself.
         if record.peer != self._context.me and newer(record, known) and has_room:
-            self.records[record.peer] = record
+            self.records[record.peer], self.sealed[record.peer] = record, bytes(blob)
             self._context.links.learn(blob)
 
     def others(self) -> list[PeerId]:

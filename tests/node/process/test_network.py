@@ -5,7 +5,7 @@ import resource
 import pytest
 
 from farflock.node.errors import Failure
-from farflock.node.process.network import (
+from farflock.node.process.own_world import (
     DESCRIPTORS,
     identity_of,
     raise_descriptor_limit,
