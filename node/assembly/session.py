@@ -133,7 +133,7 @@ class Session:
     def _stay(self) -> None:
         self._is_in = True
         self.peer.context.store.put(self.known.manifest.canonical(), "manifest")
-        self.peer.introductions.head = self.known.head
+        self.peer.membership.introductions.head = self.known.head
         for helper in (self._publish(), self._remember()):
             self._helpers.append(asyncio.create_task(helper))
 

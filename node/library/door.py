@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from farflock.node.assembly.known_run import learn_run, own_run
+from farflock.node.assembly.own_world import identity_of, require_startable
 from farflock.node.assembly.session import Session
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.forked import closed_in_forks
@@ -18,7 +19,6 @@ from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, Optimize
 from farflock.node.process.freed import trimmed
 from farflock.node.process.host import require_host
 from farflock.node.process.network import MachineOptions, network
-from farflock.node.process.own_world import identity_of, require_startable
 from farflock.node.run.invite import Invite, parse
 from farflock.node.run.manifest import Manifest
 from farflock.node.run.model_section import UserModel

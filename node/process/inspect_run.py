@@ -1,25 +1,58 @@
 """A run seen from outside: its terms, its newest view, and which members answer.
 
+The one who looks has a throwaway identity, cannot be dialled, publishes nothing and never joins.
 Nothing here needs torch, so that a look takes no longer than the members do.
 """
 
 import asyncio
+import contextlib
+import dataclasses
+import tempfile
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 
-from farflock.node.assembly.learnt import LearntTerms, ShownTerms, shown
-from farflock.node.assembly.peer_world import peer_over
+from farflock.node.assembly.learnt import LearntTerms, ShownTerms, learn_terms, shown
+from farflock.node.assembly.own_world import Listening, identity_of, open_world
+from farflock.node.assembly.peer_world import Files, PeerWorld, peer_over
 from farflock.node.process.status import EvaluationStatus, watched
-from farflock.node.process.visit import visiting_run
 from farflock.node.run.invite import Invite
+from farflock.node.state.paths import RunFolder
 from farflock.node.train.evaluation_watch import EvaluationWatch
+from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links
 from farflock.swarm.peer.peer import Peer
 
 ANSWER_TIMEOUT_S = 5.0  # for members to show that they are alive
 POLL_S = 0.02
 PAIRED = ("noloco",)  # methods whose members have weights of their own
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunVisit:
+    """A visitor in a run: its world, its identity, and what members told it."""
+
+    world: PeerWorld
+    identity: Identity
+    learnt: LearntTerms
+
+
+@contextlib.asynccontextmanager
+async def visiting_run(
+    invite: Invite, timeout_s: float, directory: bool = True
+) -> AsyncIterator[RunVisit]:
+    """Visit an invite's run while the block runs; raise what `learn_terms` raises. Members that the
+    invite does not name are asked if there is a `directory`."""
+    with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
+        folder, where = RunFolder(Path(passing)), Listening(client_mode=True)
+        identity = identity_of(folder)
+        async with open_world(folder, where, identity, invite.run, invite.members) as (world, _):
+            # nothing is published or kept
+            unseen = dataclasses.replace(world, directory=None, files=Files())
+            learnt = await learn_terms(world if directory else unseen, invite, timeout_s)
+            yield RunVisit(unseen, identity, learnt)
 
 
 class MemberInspection(msgspec.Struct, frozen=True):

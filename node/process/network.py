@@ -9,12 +9,12 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from farflock.node.assembly.own_world import Listening, open_world
 from farflock.node.assembly.peer_world import PeerWorld
 from farflock.node.model.device import Device
 from farflock.node.model.ranks import Ranks
 from farflock.node.model.step_options import StepOptions
 from farflock.node.process.disk import DiskPlan
-from farflock.node.process.own_world import Listening, open_world
 from farflock.node.run.memory import OuterPlace
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.contact import Contact

@@ -18,6 +18,7 @@ import torch
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of, save_all
 from farflock.node.assembly.known_run import learn_run, own_run
 from farflock.node.assembly.learnt import LEARN_TIMEOUT_S, known_members
+from farflock.node.assembly.own_world import identity_of
 from farflock.node.assembly.part import Part
 from farflock.node.assembly.session import AddressCache, Session
 from farflock.node.assembly.text import NodeText
@@ -28,7 +29,6 @@ from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.process.busy import TimedWorker
 from farflock.node.process.freed import trimmed
 from farflock.node.process.network import MachineOptions, network
-from farflock.node.process.own_world import identity_of
 from farflock.node.process.pipeline_role import (
     founders,
     joiners,

@@ -108,8 +108,7 @@ class Status(msgspec.Struct, frozen=True):
     `rounds` counts the rounds applied since then, by status; `tokens_per_s` is this node's own
     pace; `exchanges` says on which device outer state is kept and changed, and which codecs have no
     version for it (empty: all is on the CPU); `branch` is the name and first round of its branch;
-    `work` holds the counters of a pipeline's node; `directory` says what keeps the run's directory
-    from this node, which goes on without it (empty: nothing)."""
+    `work` holds the counters of a pipeline's node."""
 
     pid: int
     run: str
@@ -139,7 +138,6 @@ class Status(msgspec.Struct, frozen=True):
     busy_share: float | None = None
     evaluation: EvaluationStatus | None = None
     data: DataStatus | None = None
-    directory: str = ""
 
 
 def measures_of(status: Status, time_s: float) -> Measures:

@@ -20,6 +20,7 @@ from farflock.swarm.messages import (
 )
 from farflock.swarm.peer.admission import Admission, RecordBook
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.introductions import Introductions
 from farflock.swarm.peer.next_view import NextView
 from farflock.swarm.peer.view_sync import ViewSync
 from farflock.swarm.protocol import views
@@ -40,6 +41,7 @@ class Membership:
         self._context = context
         self.clock = RunClock()
         self.book = RecordBook(context)
+        self.introductions = Introductions(context, self.book)
         self.records = self.book.records  # the newest of each other known peer
         self.sync = ViewSync(context, self.view_changed)
         self.known = self.sync.known  # set once the views are known

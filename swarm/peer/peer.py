@@ -28,7 +28,6 @@ from farflock.swarm.peer.codec_offers import CodecOffers
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.data_holders import DataHolders
 from farflock.swarm.peer.evaluations import Evaluations
-from farflock.swarm.peer.introductions import Introductions
 from farflock.swarm.peer.load_reports import LoadReports
 from farflock.swarm.peer.membership import Membership
 from farflock.swarm.peer.pairing import Pairing
@@ -95,7 +94,6 @@ class Peer:
         )
         self.membership = Membership(self.context, identity, terms.view_s)
         self.membership.book.make = record
-        self.introductions = Introductions(self.context, self.membership.book)
         self.rounds = Rounds(self.context)
         self.pairing = Pairing(self.context)
         self.calls = Calls(self.context)
@@ -127,7 +125,7 @@ class Peer:
         router.add(self.branching.receive, *get_args(messages.BranchMessage))
         router.add(self.calls.receive, *get_args(messages.CallMessage))
         router.add(self.data_holders.receive, *get_args(messages.DataMessage))
-        router.add(self.introductions.receive, *get_args(messages.IntroductionMessage))
+        router.add(self.membership.introductions.receive, *get_args(messages.IntroductionMessage))
         router.add_exchange(
             lambda sender, _, said: snapshots.receive(sender, said),
             *get_args(messages.SnapshotMessage),

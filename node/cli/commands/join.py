@@ -105,7 +105,7 @@ def command(
 
 def _require_startable(machine: Mapping[str, Any]) -> None:
     """Refuse options with which the node could not start, before anything is opened."""
-    from farflock.node.process.own_world import require_startable
+    from farflock.node.assembly.own_world import require_startable
     from farflock.node.state.paths import RunFolder
 
     if machine["device"] not in ("auto", "cpu") or machine["outer"] == "device":
@@ -148,7 +148,7 @@ def _look(
     assumed: tuple[int | None, float, float],
 ) -> int:
     """Print what a joiner would train, as the run's members tell a throwaway identity."""
-    from farflock.node.process.look_ahead import fetch_plan
+    from farflock.node.process.data_look import fetch_plan
     from farflock.node.process.signals import GracefulStop, run_until_asked
 
     ending = GracefulStop()

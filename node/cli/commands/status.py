@@ -128,10 +128,6 @@ def _text(status: Status, lives: bool) -> str:
             lines.append(f"waits for {status.data.waits_for}")
     if status.exchanges:
         lines.append(f"outer state and exchanges: {status.exchanges}")
-    if status.directory:
-        lines.append(
-            f"the directory cannot be reached, and the node goes on without it: {status.directory}"
-        )
     if status.branch is not None:
         name, since = status.branch
         lines.append(

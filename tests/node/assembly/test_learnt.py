@@ -57,7 +57,7 @@ def learn(invited, directory=None, head=HEAD, text=TEXT):
         running = asyncio.create_task(_run(founder))
         await asyncio.sleep(0)
         founder.found()
-        founder.introductions.head = head
+        founder.membership.introductions.head = head
         founder.context.store.put(text, "manifest")
         world = PeerWorld(network.links(NEWCOMER.peer), directory)
         try:

@@ -14,6 +14,7 @@ from worlds.peers import identity, record_of
 from worlds.waiting import until
 
 from farflock.node.assembly.known_run import learn_run, own_run
+from farflock.node.assembly.own_world import identity_of
 from farflock.node.assembly.peer_world import Clock, Files, PeerWorld
 from farflock.node.assembly.session import INVITE_LASTS_S, AddressCache, Session
 from farflock.node.errors import Failure
@@ -21,7 +22,6 @@ from farflock.node.library.presence import ExternalStep, JoinRequest, OptimizerN
 from farflock.node.library.remembered import remember
 from farflock.node.model.replica import PlainReplica
 from farflock.node.process.network import MachineOptions, network
-from farflock.node.process.own_world import identity_of
 from farflock.node.run.invite import Invite, parse
 from farflock.node.run.model_section import UserModel
 from farflock.node.run.user_terms import fingerprint, founded, wish

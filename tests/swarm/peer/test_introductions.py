@@ -32,7 +32,7 @@ def swarm(main, *, members=1, loss=0.0):
         tasks = [asyncio.create_task(_run(peer)) for peer in peers]
         await asyncio.sleep(0)
         peers[0].found()
-        peers[0].introductions.head = b"head"
+        peers[0].membership.introductions.head = b"head"
         for peer in peers[1:]:
             await peer.join([record_of(FOUNDER)], 10.0)
             while not peer.membership.is_member:  # noqa: ASYNC110 - virtual time
@@ -75,7 +75,7 @@ def test_a_lost_question_is_asked_again():
 
 def test_a_peer_without_a_part_in_the_run_introduces_nobody():
     async def main(network, newcomer, peers):
-        peers[0].introductions.head = b""
+        peers[0].membership.introductions.head = b""
         began_s = now()
         assert await ask_terms(newcomer, "run", [FOUNDER.peer], anything, ASK_S) is None
         assert now() - began_s == pytest.approx(ASK_S, abs=0.1)

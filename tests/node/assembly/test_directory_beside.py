@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from farflock.node.process.directory_beside import RETRY_S, DirectoryBeside
+from farflock.node.assembly.directory_beside import RETRY_S, DirectoryBeside
 from farflock.swarm.dht.files import PortTaken
 from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.sim.virtual_time import run_virtual

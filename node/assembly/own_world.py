@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from farflock.node.assembly.directory_beside import DirectoryBeside, OpenDirectory
 from farflock.node.assembly.peer_world import Clock, Files, PeerWorld, Workers
 from farflock.node.errors import Failure, Usage
-from farflock.node.process.directory_beside import DirectoryBeside, OpenDirectory
 from farflock.node.state.paths import RunFolder, make_folder
 from farflock.swarm.compute import Worker
 from farflock.swarm.contact import Contact, contact_of
