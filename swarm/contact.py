@@ -1,4 +1,4 @@
-"""How to reach a peer whose record is not here yet: its id, its links' key and its addresses.
+"""The way to a peer whose record is not here yet: its id, its links' key and its addresses.
 
 Packed, 74 bytes: public key (32), links' key (32), IPv4 address (4), and the ports (2 each, big
 endian) of control, of bulk and of the directory (0: none), all on that one address.
