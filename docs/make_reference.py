@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from generate import codecs, commands, manifest, methods, records
+from generate import codecs, commands, manifest, methods, python, records
 
 FOLDER = Path(__file__).with_name("reference")
 PAGES: dict[str, Callable[[], str]] = {
@@ -19,6 +19,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "events.md": records.make_events,
     "status.md": records.make_status,
     "measures.md": records.make_measures,
+    "python.md": python.make,
 }
 
 

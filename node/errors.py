@@ -70,7 +70,7 @@ EXPLAINED: dict[str, type[FarflockError]] = {
     "farflock.swarm.dht.greeting.ClockSkew": RefusedByRun,
     "farflock.swarm.dht.greeting.DirectoryUnreachable": Failure,
     "farflock.swarm.identity.BadIdentity": Failure,
-    "farflock.swarm.peer.snapshots.SnapshotUnavailable": Failure,
+    "farflock.swarm.peer.state_download.SnapshotUnavailable": Failure,
 }
 
 _FULL = "free some space on that disk and start again; no file was overwritten"

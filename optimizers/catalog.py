@@ -11,15 +11,35 @@ from farflock.optimizers.method import Method
 
 
 class Methods(Mapping[str, type[Any]]):
-    """Method classes by name, imported on lookup from `module:Class` below this package."""
+    """Method classes by name, imported on lookup from `module:Class` below this package.
+
+    A program may add classes of its own; they are found by name, but are not in the catalog that
+    iteration goes through. A name from outside never makes anything be imported but the catalog."""
 
     def __init__(self, places: Mapping[str, str]) -> None:
         self._places = places
+        self._own: dict[str, type[Any]] = {}
+
+    def add(self, kind: type[Any]) -> str:
+        """Let this process look up a class by its dotted name; return the name that runs know it
+        by, which is the catalog's if it is there."""
+        place = f"{kind.__module__.removeprefix('farflock.optimizers.')}:{kind.__qualname__}"
+        for name, known in self._places.items():
+            if known == place and self[name] is kind:
+                return name
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        self._own[name] = kind
+        return name
 
     def __getitem__(self, name: str) -> type[Any]:
+        if name in self._own:
+            return self._own[name]
         module, _, attribute = self._places[name].partition(":")
         found: type[Any] = getattr(import_module(f"farflock.optimizers.{module}"), attribute)
         return found
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (name in self._places or name in self._own)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -72,7 +92,7 @@ def method(name: str, **options: Any) -> Method:  # noqa: ANN401 - options come 
     """Return the method or preset of this name, made with these options.
 
     Raise `ValueError` with the nearest name for an unknown name or option."""
-    if name not in NAMES:
+    if name not in METHODS and name not in PRESETS:
         raise ValueError(f"method {name[:_SHOWN]!r} is not known; {_nearest(name, set(NAMES))}")
     known = options_of(name)
     for option in options:

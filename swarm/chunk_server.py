@@ -9,7 +9,7 @@ import msgspec
 from farflock.swarm.batch import BATCH_BYTES, answer, is_sensible
 from farflock.swarm.chunk_store import Store
 from farflock.swarm.links import Liveness, PeerId
-from farflock.swarm.messages import Message, Miss, Piece, Want
+from farflock.swarm.messages import Message, Miss, Piece, Probe, Probed, Want
 
 PIECE_BYTES = 64 * 1024  # the unit in which a chunk is asked for; a piece has one or more
 MAX_PIECE_BYTES = 9 * PIECE_BYTES  # a long shard, 1 MiB and its head, takes two
@@ -27,9 +27,10 @@ class ChunkCarrier(Protocol):
         ...
 
     async def send_piece(
-        self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float, /
+        self, peer: PeerId, piece: Piece | Probed, body: memoryview, timeout_s: float, /
     ) -> bool:
-        """Send a piece with its bytes; return False if no room became free in time."""
+        """Send a piece with its bytes, or what follows it, in order; return False if no room became
+        free in time."""
         ...
 
     def life(self, peer: PeerId, /) -> Liveness:
@@ -48,7 +49,7 @@ class ChunkServer:
         self, store: Store, carrier: ChunkCarrier, dropped: collections.Counter[str]
     ) -> None:
         self._store, self._carrier, self._dropped = store, carrier, dropped
-        self._wants: dict[PeerId, collections.deque[Want]] = {}
+        self._wants: dict[PeerId, collections.deque[Want | Probe]] = {}
         self.sent_bytes = 0
 
     @property
@@ -64,30 +65,48 @@ class ChunkServer:
         if want.digest not in self._store:
             self._carrier.send(sender, Miss(want.digest))
             return
-        queue = self._wants.get(sender)
-        if queue is None:
-            if len(self._wants) >= MAX_ASKERS:
-                self._dropped["too many askers"] += 1
-                return
-            queue = self._wants[sender] = collections.deque()
-            self._carrier.spawn(self._serve(sender, queue))
-        if is_queued(queue, want):
+        queue = self._queue(sender)
+        wants = [queued for queued in queue or () if isinstance(queued, Want)]
+        if queue is None or is_queued(wants, want):
             return  # a repeated request: the bytes are on their way
-        batches = sum(bool(queued.more) for queued in queue) if want.more else 0
+        batches = sum(bool(queued.more) for queued in wants) if want.more else 0
         if len(queue) < MAX_WANTS and batches < MAX_BATCHES:
             queue.append(want)
         else:
             self._dropped["too many wants"] += 1
 
-    async def _serve(self, asker: PeerId, queue: collections.deque[Want]) -> None:
+    def probe(self, sender: PeerId, probe: Probe) -> None:
+        """Queue an answer behind all that the sender asked for."""
+        queue = self._queue(sender)
+        if queue is None:
+            return
+        if len(queue) < MAX_WANTS:
+            queue.append(probe)
+        else:
+            self._dropped["too many wants"] += 1
+
+    def _queue(self, asker: PeerId) -> collections.deque[Want | Probe] | None:
+        """Return the requests of one peer, which are served from now on; None for one too many."""
+        queue = self._wants.get(asker)
+        if queue is None:
+            if len(self._wants) >= MAX_ASKERS:
+                self._dropped["too many askers"] += 1
+                return None
+            queue = self._wants[asker] = collections.deque()
+            self._carrier.spawn(self._serve(asker, queue))
+        return queue
+
+    async def _serve(self, asker: PeerId, queue: collections.deque[Want | Probe]) -> None:
         """Send what one peer asked for, in order, as fast as its link takes it.
 
         The head of the queue is the request being served, shortened as pieces are sent."""
         try:
             while queue:
                 want = queue[0]
-                data = self._store.view(want.digest)
-                if data is None:
+                if isinstance(want, Probe):
+                    answer = Probed(want.number)
+                    await self._carrier.send_piece(asker, answer, memoryview(b""), SERVE_TIMEOUT_S)
+                elif (data := self._store.view(want.digest)) is None:
                     self._carrier.send(asker, Miss(want.digest))
                 elif want.start < min(want.stop, len(data)) and await self._serve_piece(
                     asker, want, data

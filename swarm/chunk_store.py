@@ -1,6 +1,7 @@
 """A peer's chunks, named by the hash of their bytes: in memory, or as views of mapped files."""
 
 from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -16,6 +17,22 @@ def digest_of(data: bytes | bytearray | memoryview) -> bytes:
 def is_intact(data: bytes | bytearray, digest: bytes) -> bool:
     """True if `data` is the chunk named `digest`."""
     return digest_of(data) == digest
+
+
+class KeptChunks(Protocol):
+    """Chunks of one state that stay on a disk until it has been taken over. Calls may be slow."""
+
+    def get(self, digest: bytes, size: int, /) -> bytes | None:
+        """Return a chunk as it was kept, perhaps damaged; None if it is not there."""
+        ...
+
+    def put(self, digest: bytes, body: memoryview, /) -> None:
+        """Keep a chunk, if there is room."""
+        ...
+
+    def keep_only(self, digests: Collection[bytes], /) -> None:
+        """Forget all other chunks."""
+        ...
 
 
 class Store:

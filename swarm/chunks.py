@@ -30,10 +30,10 @@ from farflock.swarm.chunk_server import (
 from farflock.swarm.chunk_store import Store, is_intact
 from farflock.swarm.lending import Lending
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Want
+from farflock.swarm.messages import MAX_CHUNK_BYTES, ChunkMessage, Miss, Piece, Probe, Probed, Want
+from farflock.swarm.pace import REPLACE_S, SLOW, Pace, Probing, Watch, faster
 from farflock.swarm.silence import Silence
 
-PIECE_S = 0.15  # to send a piece of more than one unit
 WINDOW_BYTES = 3 * 1024 * 1024  # requested and not yet received, per holder
 # least request, if so much is missing: a whole shard, so that chunks arrive one by one
 ASK_BYTES = 20 * PIECE_BYTES
@@ -44,41 +44,10 @@ SHARE_BYTES = 8 * 1024 * 1024
 GENTLE_PIECES = 2  # asked for at once of a chunk that is fetched gently
 GENTLE_SILENCE_S = 30.0  # without a byte of such chunks, after which they are given up
 GENTLE_CHUNK_S = 120.0  # without a byte of one of them, whatever comes of others
-SLOW = 4  # so many times slower than the fastest holder of such a chunk
 STALL_S = 1.0
 GAP_S = 0.3  # maximum gap between consecutive pieces of one request
 BATCH_TRIES = 2  # requests for a batch, before its chunks are fetched elsewhere or one by one
 MAX_PACES = 256  # of holders asked lately
-
-
-@dataclass(slots=True)
-class _Pace:
-    """The speed of a holder, measured from a request until nothing more is due."""
-
-    heard_s: float = -math.inf
-    bytes_per_s: float = 0.0
-    _busy_s: float | None = None
-    _got_bytes: int = 0
-
-    def asked(self, now_s: float) -> None:
-        """Note a request."""
-        if self._busy_s is None:
-            self._busy_s, self._got_bytes = now_s, 0
-
-    def heard(self, size: int, now_s: float, more: bool) -> None:
-        """Note a piece; `more` are due."""
-        self.heard_s = now_s
-        if self._busy_s is not None and now_s > self._busy_s:
-            self._got_bytes += size
-            self.bytes_per_s = self._got_bytes / (now_s - self._busy_s)
-        if not more or self._got_bytes > WINDOW_BYTES:
-            self._busy_s, self._got_bytes = now_s if more else None, 0
-
-    @property
-    def piece_bytes(self) -> int:
-        """The length of the pieces to ask for."""
-        units = int(self.bytes_per_s * PIECE_S) // PIECE_BYTES
-        return PIECE_BYTES * max(1, min(units, MAX_PIECE_BYTES // PIECE_BYTES))
 
 
 @dataclass(slots=True)
@@ -92,8 +61,10 @@ class _Fetching:
     mixing: bool
     without: set[PeerId]  # peers that answered that they do not have the chunk
     gently: bool = False  # few pieces are asked for at once
+    watch: Watch | None = None  # of the caller, if it is fetched gently
     # who said that the chunk has another size; None: a piece that says so is dropped, and no more
     liars: set[PeerId] | None = None
+    probing: Probing | None = None  # of what is due, if there is a watch
     due: set[int] = field(default_factory=set)  # the missing units asked for now
     # pieces received, by the index of their first unit
     parts: dict[int, bytes | memoryview] = field(default_factory=dict)
@@ -102,6 +73,7 @@ class _Fetching:
     served: set[PeerId] = field(default_factory=set)
     holder: PeerId | None = None  # the holder being asked now
     alone: bool = False  # nobody else could be asked
+    others: Sequence[PeerId] = ()  # that may have it, slow ones too
     window: ByteBudget | None = None  # the holder's window
     room_bytes: int = 0  # part of the window reserved for bytes it has not sent yet
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -154,7 +126,7 @@ class Chunks:
         self._windows: dict[PeerId, ByteBudget] = {}  # of holders being asked now
         # Of their own, or what is not fetched gently would wait for what is.
         self._gentle_windows: dict[PeerId, ByteBudget] = {}
-        self._paces: dict[PeerId, _Pace] = {}  # of holders asked lately
+        self._paces: dict[PeerId, Pace] = {}  # of holders asked lately
         self.dropped: collections.Counter[str] = collections.Counter()
         self.server = ChunkServer(store, carrier, self.dropped)
         self.lending = Lending(self.server, carrier, self.dropped)
@@ -171,6 +143,7 @@ class Chunks:
         final: bool = False,
         gently: bool = False,
         liars: set[PeerId] | None = None,
+        watch: Watch | None = None,
     ) -> bool:
         """Fetch a chunk into the store and pin it; return False if no holder delivered it in time.
 
@@ -179,7 +152,8 @@ class Chunks:
         other is left. If `gently`, ask a holder for no more than it sends in a moment, so that what
         it sends to others waits no longer, prefer faster holders, and end once no such chunk gets
         a byte for `GENTLE_SILENCE_S`, or this one for `GENTLE_CHUNK_S`; so `timeout_s` may be None.
-        Peers that sent a false copy are added to `liars`."""
+        A caller with a `watch` ends the silence itself. Peers that sent a false copy are added to
+        `liars`."""
         if digest in self.store:
             self.store.pin(digest, pin)
             return True
@@ -188,11 +162,12 @@ class Chunks:
         # the empty chunk needs no sender; no piece would ever come for another digest
         if size == 0:
             return digest == self.store.put(b"", pin)
-        limit = _while_heard(self._silence, gently, GENTLE_SILENCE_S)
+        limit = _while_heard(self._silence, gently and watch is None, GENTLE_SILENCE_S)
+        known_liars = set[PeerId]() if liars is None else liars
         try:
             async with asyncio.timeout(timeout_s), limit:
                 data = await self._fetch_whole(
-                    digest, size, holders, final, gently, set() if liars is None else liars
+                    digest, size, holders, final, gently, known_liars, watch
                 )
         except TimeoutError:
             return False
@@ -227,15 +202,17 @@ class Chunks:
                 self.store.pin(digest, pin)
         return list(missing.items())
 
-    def receive(
-        self, sender: PeerId, message: Want | Piece | Miss, body: memoryview | bytes
-    ) -> None:
+    def receive(self, sender: PeerId, message: ChunkMessage, body: memoryview | bytes) -> None:
         """Handle a message of the chunk protocol."""
         match message:
             case Want():
                 self._receive_want(sender, message)
             case Piece():
                 self._take_piece(sender, message, body)
+            case Probe():
+                self.server.probe(sender, message)
+            case Probed(number=number) if sender in self._paces:
+                self._paces[sender].probed(number)
             case Miss(digest=digest):
                 fetching, batch = self._incoming.get(digest), self._batched.get(digest)
                 if fetching is not None and sender in fetching.asked:
@@ -281,6 +258,7 @@ class Chunks:
         final: bool,
         gently: bool,
         liars: set[PeerId],  # sole servers of a copy that did not match its digest
+        watch: Watch | None = None,
     ) -> bytes | None:
         without: set[PeerId] = set()  # peers that do not have it
 
@@ -302,7 +280,7 @@ class Chunks:
             else:
                 first = min(living, key=self._inbound.load)
                 strict = liars if final else None
-                fetching = _Fetching(digest, 0, set(), mixing, without, gently, strict)
+                fetching = _Fetching(digest, 0, set(), mixing, without, gently, watch, strict)
                 await self._fetch_once(fetching, size, first, asked)
                 if not fetching.missing:
                     data = fetching.whole()
@@ -333,7 +311,8 @@ class Chunks:
             taken = size
             fetching.size = size
             fetching.begin_again()
-            async with _while_heard(self._silence, fetching.gently, GENTLE_CHUNK_S, digest):
+            timed = fetching.gently and fetching.watch is None
+            async with _while_heard(self._silence, timed, GENTLE_CHUNK_S, digest):
                 while fetching.missing and await self._ask_somebody(fetching, holders()):
                     pass
         finally:
@@ -347,14 +326,15 @@ class Chunks:
         The request fits the holder's window. Return False if no holder is alive."""
         living = self._living(holders)
         able = [peer for peer in living if peer not in fetching.refused]
-        holder = max(
-            _faster(able, self._paces) if fetching.gently else able, key=self._room, default=None
-        )
+        if fetching.gently:
+            new = [peer for peer in able if peer not in self._paces]  # to learn their speed
+            able = new or _fast(fetching, able, self._paces)
+        windows = self._gentle_windows if fetching.gently else self._windows
+        holder = max(able, key=lambda peer: _room(windows, peer), default=None)
         if holder is None:
             fetching.refused.clear()
             await asyncio.sleep(STALL_S / 2)
             return bool(living)
-        windows = self._gentle_windows if fetching.gently else self._windows
         window = windows.setdefault(holder, ByteBudget(WINDOW_BYTES))
         fetching.room_bytes = await window.take(
             *self._wanted(fetching, holder), ahead=bool(fetching.served)
@@ -362,7 +342,7 @@ class Chunks:
         fetching.holder, fetching.window = holder, window
         try:
             if self._carrier.life(holder) not in ("suspect", "dead"):  # it may have died meanwhile
-                fetching.alone = len(able) == 1
+                fetching.alone, fetching.others = len(able) == 1, living
                 await self._ask(fetching, holder, fetching.room_bytes)
         finally:
             fetching.give(fetching.room_bytes)
@@ -396,7 +376,9 @@ class Chunks:
         end, pace = min(stop * PIECE_BYTES, fetching.size), self._pace(holder)
         want = Want(fetching.digest, first * PIECE_BYTES, end, pace.piece_bytes)
         if self._carrier.send(holder, want):
-            pace.asked(asyncio.get_running_loop().time())
+            now_s = asyncio.get_running_loop().time()
+            number = pace.asked(now_s)
+            fetching.probing = None if fetching.watch is None else Probing(number, now_s)
             fetching.due = set(range(first, stop))
             await self._until_delivered(fetching, holder, len(fetching.due))
         else:
@@ -415,6 +397,8 @@ class Chunks:
             heard_s = max(asked_s, self._pace(holder).heard_s)
             left_s = heard_s + _silent_s(fetching, self._pace(holder), began) - loop.time()
             gone = self._carrier.life(holder) in ("suspect", "dead")
+            if fetching.probing is not None and self._is_over(fetching.probing, fetching, holder):
+                return
             if left_s <= 0 or gone:
                 if gone or not began:
                     fetching.refused.add(holder)  # skipped until all have been asked
@@ -424,6 +408,16 @@ class Chunks:
                 await fetching.changed.wait()
             finally:
                 look.cancel()
+
+    def _is_over(self, probing: Probing, fetching: _Fetching, holder: PeerId) -> bool:
+        """Return whether what is due was lost, or another holder is much faster; probe in time."""
+        now_s = asyncio.get_running_loop().time()
+        if probing.is_due(now_s):
+            self._carrier.send(holder, Probe(probing.number))
+        late = now_s - probing.asked_s >= REPLACE_S
+        return probing.is_lost(self._pace(holder).over, now_s) or (
+            late and holder not in _fast(fetching, self._living(fetching.others), self._paces)
+        )
 
     def _untouched(self, wanted: Mapping[bytes, int]) -> list[SizedChunk]:
         """Return the chunks that are not here, and that no other task fetches."""
@@ -499,10 +493,6 @@ class Chunks:
     def _living(self, holders: Iterable[PeerId]) -> list[PeerId]:
         return [peer for peer in holders if self._carrier.life(peer) not in ("suspect", "dead")]
 
-    def _room(self, holder: PeerId) -> int:
-        window = self._windows.get(holder)
-        return window.free_bytes if window is not None else WINDOW_BYTES
-
     def _take_piece(self, sender: PeerId, piece: Piece, body: memoryview | bytes) -> None:
         fetching, batch = self._incoming.get(piece.digest), self._batched.get(piece.digest)
         if batch is not None and sender == batch.holder and piece.digest == batch.entries[0][0]:
@@ -531,19 +521,23 @@ class Chunks:
             return
         filled_bytes = fetching.fill(piece.start, body)
         fetching.served.add(sender)
-        if fetching.gently:
+        if fetching.watch is not None:
+            fetching.watch.heard(filled_bytes)
+        elif fetching.gently:
             self._silence.heard(fetching.digest)
         if sender == fetching.holder:
             fetching.give(filled_bytes)
+            if fetching.probing is not None:
+                fetching.probing.heard(asyncio.get_running_loop().time())
         windows = self._gentle_windows if fetching.gently else self._windows
         more = (window := windows.get(sender)) is not None and not window.idle
         self._pace(sender).heard(len(body), asyncio.get_running_loop().time(), more)
         if not fetching.due:
             fetching.changed.set()
 
-    def _pace(self, holder: PeerId) -> _Pace:
+    def _pace(self, holder: PeerId) -> Pace:
         """Return what is known of a holder's speed; what was used longest ago is forgotten."""
-        pace = self._paces.pop(holder, None) or _Pace()
+        pace = self._paces.pop(holder, None) or Pace()
         self._paces[holder] = pace
         if len(self._paces) > MAX_PACES:
             del self._paces[next(iter(self._paces))]
@@ -555,20 +549,22 @@ def _room_of(batch: Batch) -> int:
     return max(batch.size_bytes, WINDOW_BYTES // MAX_BATCHES)
 
 
+def _room(windows: Mapping[PeerId, ByteBudget], holder: PeerId) -> int:
+    window = windows.get(holder)
+    return window.free_bytes if window is not None else WINDOW_BYTES
+
+
 def _drop_idle(windows: dict[PeerId, ByteBudget], holder: PeerId, window: ByteBudget) -> None:
     if window.idle and windows.get(holder) is window:
         del windows[holder]
 
 
-def _faster(holders: Sequence[PeerId], paces: Mapping[PeerId, _Pace]) -> list[PeerId]:
-    """Return the holders that were not asked lately, to learn their speed; if there are none, all
-    but those that are much slower than the fastest."""
-    if new := [peer for peer in holders if peer not in paces]:
-        return new
-    rates = {peer: paces[peer].bytes_per_s for peer in holders if peer in paces}
-    known = {peer: rate for peer, rate in rates.items() if rate}
-    least = max(known.values(), default=0.0) / SLOW
-    return [peer for peer in holders if known.get(peer, math.inf) >= least]
+def _fast(
+    fetching: _Fetching, holders: Sequence[PeerId], paces: Mapping[PeerId, Pace]
+) -> list[PeerId]:
+    """Return the holders but for those that are much slower than the fastest."""
+    now_s = asyncio.get_running_loop().time()
+    return faster(holders, paces, now_s, fetching.watch.slow if fetching.watch else SLOW)
 
 
 def _while_heard(
@@ -578,13 +574,15 @@ def _while_heard(
     return silence.limited(seconds, digest) if gently else contextlib.nullcontext()
 
 
-def _silent_s(fetching: _Fetching, pace: _Pace, began: bool) -> float:
+def _silent_s(fetching: _Fetching, pace: Pace, began: bool) -> float:
     """Return how long a holder may be silent. What is fetched gently may come slowly, and would be
     sent twice if it were asked for again, which costs most where nobody else has it."""
     min_s = GAP_S if began else STALL_S
     if not fetching.gently:
         return min_s
     max_s = GENTLE_SILENCE_S * (0.9 if fetching.alone else 1 / 3)
+    if fetching.watch is not None:
+        return max_s  # what is lost is found out
     if not pace.bytes_per_s:
         return max_s if fetching.alone else min_s
     asked_s = GENTLE_PIECES * PIECE_BYTES / pace.bytes_per_s

@@ -101,6 +101,19 @@ class Miss(_Message, frozen=True, tag="miss"):
     digest: Digest
 
 
+class Probe(_Message, frozen=True, tag="probe"):
+    """A question whether all pieces that the sender wanted before have left. `number` is that of
+    its last request that it asks about, and comes back unchanged."""
+
+    number: Count
+
+
+class Probed(_Message, frozen=True, tag="probed"):
+    """The answer to a `Probe`, sent behind these pieces: those that are not there are lost."""
+
+    number: Count
+
+
 # Data to train on: chunks that are numbered, under the hash of their index (peer/data_holders.py).
 
 
@@ -498,7 +511,7 @@ class Lineage(_Message, frozen=True, tag="lineage"):
     views: Annotated[tuple[Value, ...], msgspec.Meta(max_length=MAX_TRAIL)] = ()
 
 
-ChunkMessage = Want | Piece | Miss
+ChunkMessage = Want | Piece | Miss | Probe | Probed
 DataMessage = DataQuery | DataHeld
 ContentMessage = Offer | Reduced | Holds
 PaxosMessage = Prepare | Promise | Propose | Accepted | Rejected | Decided

@@ -20,7 +20,7 @@ line of standard output is one JSON object; an error is the object `{"error": SE
 | 2 | an argument, an option or a value of the manifest is impossible |
 | 3 | the run refuses this machine, this file or this version |
 | 130 | ended by Ctrl-C |
-| 143 | ended by SIGTERM before anything was saved |
+| 129, 143 | ended by a closing terminal or by SIGTERM, and its last step is not saved |
 
 Every error is one sentence on standard error. [Troubleshooting](../troubleshooting.md) lists
 those that people meet most.

@@ -12,6 +12,7 @@ from generate.page import Words, code, described, page, table
 from farflock.experiments.measure.metric import Metric
 from farflock.node.process.status import (
     DataStatus,
+    DownloadStatus,
     EvaluationStatus,
     PartnerStatus,
     Status,
@@ -73,6 +74,7 @@ def make_status() -> str:
         "partners": described("partner", PartnerStatus.__struct_fields__, heads),
         "evaluation": described("evaluation", EvaluationStatus.__struct_fields__, heads),
         "waits": described("waiting", Waiting.__struct_fields__, heads),
+        "download": described("download", DownloadStatus.__struct_fields__, heads),
         "data": described("data", DataStatus.__struct_fields__, heads),
     }
     example = Status(

@@ -27,6 +27,7 @@ from farflock.swarm.peer.peer import Peer
 
 SAMPLES = "samples"  # in a checkpoint's meta: where its node stood in the data
 KEPT = 3  # unless `--keep` says otherwise
+LOOK_EVERY_S = 0.05  # between two looks at a state that is being changed
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,49 @@ class CheckpointCut(NamedTuple):
     step: int
     parts: dict[str, Cut]
     meta: dict[str, object]
+
+
+@dataclass(slots=True)
+class SaveProgress:
+    """Progress of one checkpoint: `passed` bytes are on the disk or were read again from there, so
+    that each counts twice by the end. `rate`, in bytes of a checkpoint a second, is that of the
+    last whole one."""
+
+    step: int = 0
+    total: int = 0
+    passed: int = 0
+    rate: float | None = None
+    is_open: bool = False
+    _given_up: bool = False
+
+    def begins(self, step: int, size_bytes: int) -> None:
+        """Note the beginning of a checkpoint."""
+        self.step, self.total, self.passed, self.is_open = step, size_bytes, 0, True
+
+    def passes(self, count: int) -> None:
+        """Count bytes, in the thread that writes; raise `CheckpointError` once nobody waits for
+        them, so that no checkpoint appears that was said not to be there."""
+        if self._given_up:
+            raise CheckpointError("the checkpoint was given up")
+        self.passed += count
+
+    def ended(self, took_s: float) -> None:
+        """Note that the checkpoint is whole."""
+        self.rate = self.total / took_s if took_s > 0 else None
+
+    def give_up(self) -> None:
+        """Let what is being written come to nothing."""
+        self._given_up = True
+
+    @property
+    def expected_s(self) -> float:
+        """The seconds that another one takes at the last one's rate; 0 if there was none."""
+        return 0.0 if self.rate is None else self.total / self.rate
+
+    @property
+    def share(self) -> float:
+        """The part that is written, at most 1; after that it is read again."""
+        return min(self.passed / self.total, 1.0) if self.total else 0.0
 
 
 @dataclass(slots=True)
@@ -62,6 +106,8 @@ class CheckpointManager:
     cursor: Callable[[int], bytes] = lambda step: b""  # in the node's samples
     members: Callable[[], Sequence[PeerId]] = tuple
     watch: EvaluationWatch | None = None  # None: the run is not evaluated here
+    alone: bool = True  # no other process has a part of the state
+    progress: SaveProgress = field(default_factory=SaveProgress)
     _intact: set[Path] = field(default_factory=set)
     _written_s: float = field(default_factory=time.monotonic)
     _writing: asyncio.Task[Path] | None = None
@@ -77,14 +123,40 @@ class CheckpointManager:
                 self._writing = asyncio.create_task(self._write(await self.compute(self.cut)))
 
     async def save(self) -> Path:
-        """Write a checkpoint unless there is one of this step; return its folder."""
+        """Write a checkpoint of the last step unless there is one; return its folder. A step that
+        is under way is not waited for where it has not changed the state yet."""
         await self.written()
-        return self._present() or await self._write(await self.compute(self.cut))
+        while (present := self._present()) is None:
+            if (cut := await self.compute(self._cut_at_rest)) is not None:
+                return await self._write(cut)
+            await asyncio.sleep(LOOK_EVERY_S)
+        return present
+
+    @property
+    def whole_steps(self) -> bool:
+        """True if a step that is under way may have changed what is saved: the gradients, or the
+        part that another process has."""
+        return not self.alone or self.node.loop.driver.method.keeps_gradients
+
+    def _cut_at_rest(self) -> CheckpointCut | None:
+        """Return a cut; None if a step, counted or not, or a result is changing the state."""
+        driver = self.node.loop.driver
+        return driver.cuts.at_rest(lambda: None if driver.ahead else self.cut())
 
     def _present(self) -> Path | None:
         """Return the folder of the checkpoint of this step, if there is one."""
         step, present = self.node.loop.step, checkpoint.steps(folder_of(self.folder, self.role))
         return next((path for at, path in present if at == step), None)
+
+    def newest(self) -> tuple[int, Path] | None:
+        """Return the step and folder of the newest checkpoint on the disk; None without one."""
+        present = checkpoint.steps(folder_of(self.folder, self.role))
+        return present[-1] if present else None
+
+    def trust(self) -> None:
+        """Take what is on the disk for intact, so that no old checkpoint is read again: there is
+        no time for that once the newest one is written."""
+        self._intact |= {path for _, path in checkpoint.steps(folder_of(self.folder, self.role))}
 
     @property
     def writing(self) -> bool:
@@ -125,12 +197,21 @@ class CheckpointManager:
         config = {"config.json": msgspec.json.encode(self.node.model.config)}
         if isinstance(self.tokenizer, JsonTokenizer):
             config[JSON_NAME] = self.tokenizer.raw
-        with self.node.loop.driver.cuts.added(*moment.parts.values()):
-            write = partial(checkpoint.save, folder, moment.step, moment.parts, moment.meta, config)
-            written = await asyncio.to_thread(write)
+        began_s = time.monotonic()
+        self.progress.begins(moment.step, sum(cut.size_bytes for cut in moment.parts.values()))
+        try:
+            with self.node.loop.driver.cuts.added(*moment.parts.values()):
+                what = folder, moment.step, moment.parts, moment.meta, config, self.progress.passes
+                written = await asyncio.to_thread(checkpoint.save, *what)
+        finally:
+            self.progress.is_open = False
+        self.progress.ended(time.monotonic() - began_s)
         self._intact.add(written)
         prune = partial(checkpoint.prune, folder, self.keep, self.keep_bytes, self._intact)
-        await asyncio.to_thread(prune)
+        try:
+            await asyncio.to_thread(prune)
+        except OSError as error:
+            log.warning("an old checkpoint could not be deleted, and stays: %s", error)
         size_bytes = checkpoint.bytes_of(written)
         if self.keep_bytes is not None and size_bytes > self.keep_bytes:
             log.warning(

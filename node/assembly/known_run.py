@@ -7,17 +7,24 @@ asks members for them).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farflock.node.assembly.learnt import LEARN_TIMEOUT_S, LearntTerms, learn_terms
+from farflock.node.assembly.learnt import (
+    FETCH_TIMEOUT_S,
+    LEARN_TIMEOUT_S,
+    LearntTerms,
+    known_members,
+    learn_terms,
+)
 from farflock.node.assembly.peer_world import PeerWorld
 from farflock.node.errors import RefusedByRun
-from farflock.node.run.head import Head, seal_head
+from farflock.node.run.head import Head, seal_head, unseal_head
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Manifest, parse
 from farflock.node.run.model_section import ModelKind, ModelSection
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.contact import Contact
 from farflock.swarm.identity import Identity
-from farflock.swarm.links import PeerId
+from farflock.swarm.links import Links, PeerId
+from farflock.swarm.peer.bootstrap import fetch_chunk
 from farflock.swarm.peer.peer import RunTerms
 
 
@@ -42,10 +49,14 @@ class KnownRun:
         return RunTerms(self.run, seed, exchange.view_s, exchange.branch_after_s)
 
 
-def own_run(identity: Identity, manifest: Manifest) -> KnownRun:
-    """Return the run of a founder, with its signed head."""
+def own_run(identity: Identity, manifest: Manifest, listed: bytes = b"") -> KnownRun:
+    """Return the run of a founder, with its signed head, which names the list of the tensors of a
+    user's own model."""
     run, terms = manifest.run_id(identity.peer), manifest.canonical()
-    head = Head(run, identity.peer, digest_of(terms), len(terms), 0)
+    digest = digest_of(listed) if listed else b""
+    head = Head(
+        run, identity.peer, digest_of(terms), len(terms), 0, listed=digest, listed_bytes=len(listed)
+    )
     return KnownRun(run, identity.peer, manifest, seal_head(identity, head))
 
 
@@ -72,3 +83,13 @@ def read_run(learnt: LearntTerms, model: ModelKind = ModelSection) -> KnownRun:
         )
     run, founder = learnt.run, learnt.founder
     return KnownRun(run, founder, manifest, learnt.head, learnt.records, learnt.contacts)
+
+
+async def listed_by_members(links: Links, known: KnownRun, ours: bytes) -> bytes:
+    """Return the list of the tensors of the run's model (node/run/tensor_list.py) from a member, if
+    it is not ours; empty if there is none, or nobody sends it."""
+    head, members = unseal_head(known.head), known_members(links, known.records, known.run)
+    if not (head.listed and members) or head.listed == digest_of(ours):
+        return b""
+    wanted = (links, known.run, head.listed, head.listed_bytes, members)
+    return await fetch_chunk(*wanted, FETCH_TIMEOUT_S) or b""

@@ -100,10 +100,10 @@ class ReplicaNode(WholePart):
         timeout_s: float,
         downloaded: DownloadProgress = lambda here, total: None,
     ) -> None:
-        """Join the run through the members with these records: learn the views, adopt the state,
-        and ask to be admitted."""
+        """Join the run through the members with these records: learn the views within `timeout_s`,
+        adopt the state, which takes as long as it comes, and ask to be admitted."""
         await self.peer.meet(records, timeout_s)
-        await self.state_sync.adopt(timeout_s, downloaded)
+        await self.state_sync.adopt(None, downloaded)
         self.peer.ask_in()
         self.training_task.joined_at = self.loop.step
 

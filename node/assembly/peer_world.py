@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from farflock.node.state.kept_chunks import DownloadFolder
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.compute import Compute, inline
 from farflock.swarm.directory import Directory
@@ -51,7 +52,7 @@ class Workers:
 @dataclass(frozen=True, slots=True)
 class Files:
     """Where a peer keeps what it serves: bytes in memory at most, and a folder if it has one, for
-    past rounds and for the addresses of members."""
+    past rounds, a state that is downloaded, and the addresses of members."""
 
     folder: RunFolder | None = None
     store_bytes: int = STORE_BYTES
@@ -87,4 +88,5 @@ def peer_over(world: PeerWorld, identity: Identity, terms: RunTerms) -> Peer:
         from farflock.node.state.shelf import Shelf  # late: with it comes torch
 
         peer.context.shelve = Shelf(files.folder.rounds, world.workers.files)
+        peer.snapshots.kept = DownloadFolder(files.folder.download).of
     return peer

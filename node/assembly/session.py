@@ -17,6 +17,7 @@ from farflock.node.assembly.part import Part
 from farflock.node.assembly.peer_world import PeerWorld, peer_over
 from farflock.node.errors import Failure, Usage
 from farflock.node.run.invite import MAX_MEMBERS, MAX_NAME_BYTES, Invite, mint, parse
+from farflock.node.state.kept_chunks import DownloadFolder
 from farflock.node.state.paths import RunFolder, write_whole
 from farflock.swarm.contact import Contact, contact_of
 from farflock.swarm.identity import Identity
@@ -26,6 +27,7 @@ from farflock.swarm.tasks import cancel
 
 HEAD_EVERY_S = 60.0
 REMEMBER_EVERY_S = 1.0  # a founder killed before it knows other members would start the run again
+FORGET_EVERY_S = 1.0
 INVITE_LASTS_S = 7 * 24 * 3600
 INVITE_ROUND_S = 3600  # an invite's end is rounded up, so that a status changes only with the node
 
@@ -87,9 +89,9 @@ class Session:
 
     async def leave(self) -> None:
         """Say goodbye, once, if a part is in."""
-        if self._is_in and not self.silent:
+        stays, self._is_in = self._is_in, False
+        if stays and not self.silent:
             await self.peer.part()
-        self._is_in = False
 
     def invite(self) -> str:
         """Return an invite to this peer and to others, since this one may not be dialled, or may
@@ -134,7 +136,7 @@ class Session:
         self._is_in = True
         self.peer.context.store.put(self.known.manifest.canonical(), "manifest")
         self.peer.membership.introductions.head = self.known.head
-        for helper in (self._publish(), self._remember()):
+        for helper in (self._publish(), self._remember(), self._forget_download()):
             self._helpers.append(asyncio.create_task(helper))
 
     async def _publish(self) -> None:
@@ -153,6 +155,16 @@ class Session:
                     AddressCache(self.world.files.folder).write(self._invite(others))
                     known = others
             await asyncio.sleep(REMEMBER_EVERY_S)
+
+    async def _forget_download(self) -> None:
+        """Remove a downloaded state from the disk as soon as this peer, a member, does not need it
+        for another start."""
+        while (files := self.world.files.folder) is not None:
+            folder = DownloadFolder(files.download)
+            is_needed = not self.peer.membership.is_member or self.peer.snapshots.downloading
+            if folder.is_there and not is_needed:
+                await self.world.workers.files(folder.clear)
+            await asyncio.sleep(FORGET_EVERY_S)
 
 
 class AddressCache:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 LINE_EVERY = 0.05  # without a terminal: one line per twentieth of the run
+LEAVING_SHOWS = 6  # each of them counts for so many while it saves at its end
 LINE_EVERY_SHOWS = 30  # of a node: longest silence, in statuses, which come once a second
 NEWS_LINES = 4
 BAR_CELLS = 40
@@ -149,7 +150,7 @@ class _NodeLines:
     def __call__(self, seen: Seen) -> None:
         for line in self._news.of(seen.status):
             _say(f"{self._title}: {line}")
-        self._silent += 1
+        self._silent += 1 if not seen.status.doing.startswith("is leaving:") else LEAVING_SHOWS
         share = seen.status.tokens / seen.status.total_tokens
         if share >= self._next or self._silent >= LINE_EVERY_SHOWS:
             self._next, self._silent = share + LINE_EVERY, 0

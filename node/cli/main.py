@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -20,6 +21,7 @@ from farflock.node.cli.output import Output
 from farflock.node.errors import INTERRUPTED, Terminated, explained
 from farflock.node.extras import absent
 
+TEARDOWN_S = 3.0  # for threads to end, once a command has said its last word
 COMMANDS = {  # name: (module:attribute, short help); nothing is imported until a command runs
     "demo": (
         "farflock.node.cli.commands.demo:command",
@@ -126,7 +128,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     with _signals_raise():
-        sys.exit(_run(given, Output("--json" in given)))
+        code = _run(given, Output("--json" in given))
+    if arguments is None:  # the process has nothing else to do
+        _end_within(TEARDOWN_S, code)
+    sys.exit(code)
+
+
+def _end_within(seconds: float, code: int) -> None:
+    """End the process after this long, whatever its threads still compute or wait for."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ import click
 
 from farflock.node.errors import INTERRUPTED
 
+SAY_EVERY_S = 30.0  # of a download that is slow
+
 
 class Output:
     """The output of one command.
@@ -81,6 +83,23 @@ class Output:
             task = bar.add_task(what, total=total)
             yield lambda share: bar.update(task, completed=share * total)
 
+    @contextlib.contextmanager
+    def download(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Yield a function that takes the bytes that are here and all, and show them with the rate
+        and the time that is left on standard error.
+
+        A terminal gets a bar, everything else a line for each tenth, and one every half minute."""
+        if not sys.stderr.isatty():
+            yield _Arrivals(what)
+            return
+        from rich.console import Console
+        from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
+
+        columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda here, total: bar.update(task, completed=here, total=total)
+
     def _words(self) -> TextIO:
         return sys.stderr if self._as_json else sys.stdout
 
@@ -140,40 +159,66 @@ class _Tenths:
         self._began = self._began or (time.monotonic(), share)
         if int(share * 10) > self._told:
             self._told = int(share * 10)
-            click.echo(f"{self._what}: {share:.0%}{self._pace(*self._began, share)}", err=True)
+            pace = _pace(self._size_bytes, *self._began, share)
+            click.echo(f"{self._what}: {share:.0%}{pace}", err=True)
 
-    def _pace(self, began_s: float, before: float, share: float) -> str:
-        """Return the rate and the time that is left, if there is anything to tell them by."""
-        took_s = time.monotonic() - began_s
-        if not self._size_bytes or took_s <= 0 or share <= before:
-            return ""
-        left_s = took_s * (1 - share) / (share - before)
-        rate = self._size_bytes * (share - before) / took_s / 1e6
-        return f", {rate:,.1f} MB/s, about {timedelta(seconds=round(left_s))} left"
+
+class _Arrivals:
+    """A download without a terminal: one line per tenth, and one every `SAY_EVERY_S`."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._total_bytes = what, -1
+        self._began = (0.0, 0.0)  # time in s, and the share that was here then
+        self._tenth, self._told_s = 0, 0.0
+
+    def __call__(self, here_bytes: int, total_bytes: int) -> None:
+        share, now_s = here_bytes / max(total_bytes, 1), time.monotonic()
+        if total_bytes != self._total_bytes:
+            self._total_bytes, self._began = total_bytes, (now_s, share)
+            self._tenth, self._told_s = int(share * 10), now_s
+        if int(share * 10) > self._tenth or now_s - self._told_s >= SAY_EVERY_S:
+            self._tenth, self._told_s = int(share * 10), now_s
+            of, pace = f"of {total_bytes / 1e6:,.1f} MB", _pace(total_bytes, *self._began, share)
+            click.echo(f"{self._what}: {share:.0%} {of}{pace}", err=True)
+
+
+def _pace(size_bytes: int, began_s: float, before: float, share: float) -> str:
+    """Return the rate and the time that is left, if there is anything to tell them by."""
+    took_s = time.monotonic() - began_s
+    if not size_bytes or took_s <= 0 or share <= before:
+        return ""
+    left_s = took_s * (1 - share) / (share - before)
+    rate = size_bytes * (share - before) / took_s / 1e6
+    return f", {rate:,.1f} MB/s, about {timedelta(seconds=round(left_s))} left"
 
 
 def conclude(
-    out: Output, saved: Path | None, asked: signal.Signals | None, trained: bool = False
+    out: Output,
+    saved: Path | None,
+    asked: signal.Signals | None,
+    trained: bool = False,
+    said: str = "",
 ) -> int:
     """Print how the command ended and return its exit code.
 
     Ctrl-C always gives 130. Any other request to stop has succeeded if a checkpoint was saved, so
-    it gives 0. `trained` says that the node was in its run when it had to stop without saving.
+    it gives 0. `trained` says that the node was in its run when it had to stop without saving, and
+    `said` what its end came to, as a clause.
     """
     code = 0 if asked is None or (saved and asked != signal.SIGINT) else _interrupted(asked)
     if saved is None:
-        return out.failure(_UNSAVED if trained else _UNTRAINED, code)
+        return out.failure(said or (_UNSAVED if trained else _UNTRAINED), code or 1)
     done = "done" if asked is None else "left the run"
     out.result(
         {"checkpoint": str(saved), "ended": "left" if asked else "done"},
-        f"{done}; the checkpoint is in {saved}",
+        f"{done}; {said or f'the checkpoint is in {saved}'}",
     )
     return code
 
 
 _UNTRAINED = "stopped before it began to train; nothing was changed"
 _UNSAVED = (
-    "stopped without a final checkpoint: the node did not finish in time;"
+    "stopped without a final checkpoint;"
     " run the same command again to continue from the last checkpoint or the other members' state"
 )
 

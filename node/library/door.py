@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from farflock.node.assembly.known_run import learn_run, own_run
+from farflock.node.assembly.known_run import learn_run, listed_by_members, own_run
 from farflock.node.assembly.own_world import identity_of, require_startable
 from farflock.node.assembly.session import Session
 from farflock.node.library.background import Background, BackgroundContext
@@ -87,12 +87,14 @@ class NetworkEntryPoint:
             contacts = () if isinstance(way, Manifest) else way.members
             async with network(machine, identity, run, contacts) as (world, links):
                 if isinstance(way, Manifest):
-                    known = own_run(identity, way)
+                    known = own_run(identity, way, join_request.listed)
                 else:
                     known = await learn_run(world, way, JOIN_TIMEOUT_S, UserModel)
-                    require_agreed(known.manifest, join_request.wished)
+                    theirs = await listed_by_members(links, known, join_request.listed)
+                    require_agreed(known.manifest, join_request.wished, join_request.listed, theirs)
                 async with Session(world, identity, known).running() as session:
                     peer, files = session.peer, world.workers.files
+                    peer.context.store.put(join_request.listed, "listing")
                     report = trimmed(join_request.report, files, peer.context.spawn)
                     here = OptimizerNode.assemble(
                         replace(join_request, report=report),

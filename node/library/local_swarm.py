@@ -23,7 +23,7 @@ from farflock.node.library.background import Background, BackgroundContext, in_t
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 from farflock.node.run.manifest import Manifest
-from farflock.node.run.user_terms import founded, require_agreed
+from farflock.node.run.user_terms import GivenMethod, founded, require_agreed
 from farflock.swarm.compute import Compute, Worker
 from farflock.swarm.identity import Identity
 from farflock.swarm.record import Record, seal
@@ -50,6 +50,7 @@ class LocalPeers:
         self._all_here, self._all_ready = asyncio.Barrier(count), asyncio.Barrier(max(count - 1, 1))
         self._founded = asyncio.Event()
         self._manifest: Manifest | None = None  # once rank 0 has started the run
+        self._listed = b""  # of its model
         self._sessions: list[Session] = []
 
     @contextlib.asynccontextmanager
@@ -92,12 +93,12 @@ class LocalPeers:
 
     async def _terms_for(self, rank: int, join_request: JoinRequest) -> Manifest:
         if rank == 0:
-            self._manifest = founded(join_request.wished)
+            self._manifest, self._listed = founded(join_request.wished), join_request.listed
             return self._manifest
         async with asyncio.timeout(JOIN_TIMEOUT_S):
             await self._founded.wait()
         assert self._manifest is not None
-        require_agreed(self._manifest, join_request.wished)
+        require_agreed(self._manifest, join_request.wished, join_request.listed, self._listed)
         return self._manifest
 
     def _record(self, rank: int, run: str) -> bytes:
@@ -125,14 +126,20 @@ class LocalSwarm:
     """A swarm of `peers` peers in this process, which lasts as long as its `with` block."""
 
     def __init__(
-        self, peers: int, method: str | None, seed: int, link: LinkModel, options: dict[str, Any]
+        self,
+        peers: int,
+        method: str | GivenMethod | None,
+        seed: int,
+        link: LinkModel,
+        options: dict[str, Any],
     ) -> None:
         if not 1 <= peers <= MAX_PEERS:
             raise Usage("local_swarm", f"it cannot have {peers} peers", f"choose 1 to {MAX_PEERS}")
-        if options.get("enough", 0) > peers:
+        enough = getattr(method, "enough", options.get("enough", 0))
+        if enough > peers:
             raise Usage(
                 "enough",
-                f"a round would wait for {options['enough']} contributions from {peers} peers",
+                f"a round would wait for {enough} contributions from {peers} peers",
                 f"choose {peers} or fewer",
             )
         self._codecs = Worker("codec")
@@ -203,7 +210,7 @@ class LocalSwarm:
 
 def local_swarm(
     peers: int,
-    method: str | None = None,
+    method: str | GivenMethod | None = None,
     *,
     seed: int = 0,
     view_s: float = VIEW_S,

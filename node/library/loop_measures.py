@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from farflock.node.sinks.measures import OUTCOMES, Measures, numbers
 
+BUFFERS = "buffers"  # the stream of averaged buffers, which is no round of the method
 SAMPLES = 100  # steps over which the pace and the busy share are measured
 
 
@@ -35,7 +36,7 @@ class LoopMeasures:
 
     def report(self, kind: str, fields: dict[str, Any]) -> None:
         """Take one event of the loop."""
-        if kind == "round":
+        if kind == "round" and fields["stream"] != BUFFERS:
             self.last_round = RoundReport(
                 fields["stream"], fields["round"], fields["status"], fields["peers"]
             )

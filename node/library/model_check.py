@@ -1,4 +1,7 @@
-"""Models that no swarm can train, refused before an identity or a port is made."""
+"""Models that no swarm can train, refused before an identity or a port is made; and copies of an
+optimizer that is in a run."""
+
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +36,12 @@ def require_trainable(model: nn.Module) -> None:
         is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if is_sparse and module.weight.requires_grad:
             raise sparse_gradient(f"{place}.weight".lstrip("."))
+
+
+def refuse_copies(optimizer: torch.optim.Optimizer, protocol: SupportsIndex) -> NoReturn:
+    """Raise `Usage`: a copy would be a second peer with this one's identity."""
+    why = "it is one peer of a run"
+    raise Usage("an optimizer cannot be copied or pickled", why, "copy or save its state_dict()")
 
 
 def is_double(x: Tensor) -> bool:

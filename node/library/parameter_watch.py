@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farflock.node.errors import Usage
+from farflock.node.model.plain_names import plain_parameters
 
 REMEDY = "change values in place, or make a new optimizer for the changed model in a new run"
 
@@ -34,7 +35,7 @@ class ParameterWatch:
         self._model = model
         self._known = {
             name: _Known(entry, entry.dtype, entry.shape, entry.requires_grad)
-            for name, entry in model.named_parameters()
+            for name, entry in plain_parameters(model).items()
         }
         self._trained = {name for name, known in self._known.items() if known.trained}
 
@@ -50,7 +51,7 @@ class ParameterWatch:
         A frozen parameter may be added or replaced: it is not trained. Takes less than 1 ms for 300
         parameters, as no value is read."""
         seen = set()
-        for name, entry in self._model.named_parameters():
+        for name, entry in plain_parameters(self._model).items():
             if entry.requires_grad or name in self._trained:
                 self._compare(name, entry)
                 seen.add(name)

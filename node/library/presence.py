@@ -7,6 +7,7 @@ links in memory."""
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ import torch
 from farflock.node.assembly.core import Core
 from farflock.node.assembly.part import WholePart
 from farflock.node.assembly.session import Session
-from farflock.node.errors import RefusedByRun
+from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.library.averaged_buffers import AveragedBuffers, with_buffers
 from farflock.node.library.background import BackgroundContext
+from farflock.node.library.join_progress import tell_listener
 from farflock.node.library.remembered import recall
 from farflock.node.loop import Loop
 from farflock.node.reporting import Report
@@ -30,7 +33,8 @@ from farflock.node.train.state_sync import Spool
 from farflock.optimizers.method import Progress
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
-from farflock.swarm.peer.snapshots import DownloadProgress
+from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
+from farflock.swarm.tasks import cancel
 
 if TYPE_CHECKING:
     from farflock.node.model.replica import PlainReplica
@@ -38,7 +42,10 @@ if TYPE_CHECKING:
 
 JOIN_TIMEOUT_S = 120.0
 POLL_S = 0.05
+TELL_EVERY_S = 10.0
 LINGER_S = 5.0  # after the last step, for peers that still need the last round
+
+log = logging.getLogger(__name__)
 
 StepGate = Callable[[], Awaitable[None]]
 
@@ -79,12 +86,16 @@ class ExternalStep:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """An optimizer's request to an entry point: the terms it named, its model, and its reports."""
+    """An optimizer's request to an entry point: the terms it named, its model, its reports, the
+    list of its tensors (node/run/tensor_list.py), which others may ask for, and the buffers to
+    average, if any."""
 
     wished: TomlTable
     replica: "PlainReplica | FsdpReplica"
     training_task: ExternalStep
     report: Report
+    listed: bytes = b""
+    buffers: AveragedBuffers | None = None
 
 
 @dataclass(slots=True)
@@ -115,7 +126,8 @@ class OptimizerNode(WholePart):
         spool: Spool | None = None,
     ) -> "OptimizerNode":
         """Assemble the method and its core over this peer."""
-        driver = Driver(terms.build(), join_request.replica)
+        method = with_buffers(terms.build(), join_request.buffers)
+        driver = Driver(method, join_request.replica)
         training_task, report = join_request.training_task, join_request.report
         core = Core.over(peer, driver, training_task, compute, compute, report, spool=spool)
         return cls(terms, peer, core.loop, training_task, invite, founder)
@@ -147,10 +159,17 @@ class OptimizerNode(WholePart):
         downloaded: DownloadProgress = lambda here, total: None,
     ) -> None:
         """Join the run through the members with these records: learn the views, adopt the state,
-        pass the gate, and be admitted. Raise `RefusedByRun` on a timeout."""
+        of which the listener of `join_progress` hears too, pass the gate, and be admitted. Raise
+        `RefusedByRun` on a timeout, and `Failure` once nothing of the state comes any more."""
+
+        def verified(here_bytes: int, total_bytes: int) -> None:
+            downloaded(here_bytes, total_bytes)
+            tell_listener(self.peer.snapshots)
+
         try:
             await self.peer.meet(records, timeout_s)
-            await self.loop.state_sync.adopt(timeout_s, downloaded)
+            async with _told(self.peer):
+                await self.loop.state_sync.adopt(downloaded=verified)
             await self.gate()
             self.peer.ask_in()
             await self.until(lambda: self.peer.membership.is_member, timeout_s)
@@ -180,6 +199,26 @@ class OptimizerNode(WholePart):
         if self.patient:
             with contextlib.suppress(TimeoutError):
                 await self.until(lambda: self.peer.alone, LINGER_S)
+
+
+@contextlib.asynccontextmanager
+async def _told(peer: Peer) -> AsyncIterator[None]:
+    """Log how far the download of the state is while the block runs; say why it ended."""
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(TELL_EVERY_S)
+            if (coming := peer.snapshots.coming) is not None:
+                log.info("downloading the run's state: %s", coming)
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    except SnapshotUnavailable as reason:
+        what = "the run's state could not be downloaded"
+        raise Failure(what, reason.why or str(reason), reason.remedy) from None
+    finally:
+        await cancel(telling)
 
 
 class EntryPoint(Protocol):

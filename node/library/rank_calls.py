@@ -20,6 +20,7 @@ from farflock.node.errors import Failure, Usage
 from farflock.node.library.background import stopped
 from farflock.node.library.loop_measures import RoundReport
 from farflock.node.library.own_defaults import Closure
+from farflock.node.library.swarm_status import SwarmStatus
 from farflock.node.model.ranks import LEADER, Order, Ranks
 from farflock.node.model.replica import PlainReplica
 
@@ -42,6 +43,7 @@ class RankFacts(msgspec.Struct, frozen=True):
     alone: bool = False
     seed: int = 0
     twin: str = ""
+    status: SwarmStatus = SwarmStatus()
     error: str = ""
 
 

@@ -4,76 +4,99 @@ The driver is that of node/loop.py. The local step runs in the caller's thread, 
 one background thread. `step` returns once the driver has nothing to apply or to wait for.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from farflock.compression.codec import UnencodableTensor
 from farflock.node.errors import Failure, Usage
+from farflock.node.library.averaged_buffers import (
+    AveragedBuffers,
+    averaged_buffers,
+    require_average,
+)
+from farflock.node.library.evaluated_model import EvaluatedModel
 from farflock.node.library.jump_watch import Jumps, JumpWatch, OnJump
 from farflock.node.library.last_round import OwnSteps, finish, run_steps
 from farflock.node.library.loop_measures import LoopMeasures, RoundReport
-from farflock.node.library.model_check import require_trainable
+from farflock.node.library.model_check import refuse_copies, require_trainable
 from farflock.node.library.own_defaults import Closure, own_defaults
 from farflock.node.library.parameter_watch import ParameterWatch
 from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest, OptimizerNode
 from farflock.node.library.rank_calls import RankFacts, is_grouped, rank_calls, unwrapped
 from farflock.node.library.remembered import recall, remember
 from farflock.node.library.scheduled import tell_of_late_start
+from farflock.node.library.step_gradients import Held, asked_by_a_scaler, kept, take_scale
+from farflock.node.library.swarm_status import SwarmStatus, status_of
 from farflock.node.library.telling import tell
 from farflock.node.model.device import Device, lacks_for_outer
 from farflock.node.model.replica import OnDevice, Storage, in_memory
 from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
-from farflock.node.run.sections import require_name
-from farflock.node.run.user_terms import fingerprint, founded, wish
+from farflock.node.run.tensor_list import encode, list_tensors
+from farflock.node.run.user_terms import (
+    GivenMethod,
+    TomlTable,
+    fingerprint,
+    founded,
+    spelt,
+    wish,
+)
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.ending import drain
-from farflock.optimizers.catalog import NAMES
-from farflock.optimizers.method import Method
+from farflock.optimizers.method import Method, Replica
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.layers import is_numbered, layers_of
 from farflock.optimizers.parts.portable_inner import make_portable
+from farflock.swarm.peer.peer import OpenWait
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-InnerSpec = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+InnerSpec = str | torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 MEMBERS_TIMEOUT_S = 600.0
 DRAIN_S = 5.0
 
 
-class SwarmOptimizer(torch.optim.Optimizer):
+class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimizer", None]):
     """Trains your own model together with peers far away.
 
     Without `invite` it starts a run with this model's weights; the property `invite` lets others
     in. With one it joins: the constructor returns once the run's state is in the model. `method`
-    and its options (`period`, `codec`, `deadline_s`, …) are those of a manifest; a joiner may leave
-    them out, and must not contradict the run's.
+    is a name with options (`period`, `codec`, `deadline_s`, …) as in a manifest, or an instance,
+    such as `farflock.DiLoCo(period=50)`, which says those of its options that differ from their
+    defaults. A joiner may leave all of it out, and must not contradict the run's. An instance of
+    your own class is known by its dotted name: all peers need the same code.
 
-    `inner` makes the steps between exchanges: "adamw", "sgd", "muon" or "nadam" with `lr`, or a
-    function from parameters to any torch optimizer. You or your scheduler set the learning rate in
-    `param_groups`, which are the inner optimizer's. Some methods need a certain one: demo and
-    flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose moments it can send. A step adds
-    `tokens_per_step` to the run's progress. Links are on `host` (default: loopback). `folder` keeps
-    the identity; without it, the identity is temporary. `outer_state="disk"` keeps the method's
-    state in memory-mapped files of the folder, for models whose state does not fit into memory;
-    `outer_state="device"` keeps it, and encodes and computes with it, on the device of the model.
-    `on_jump` says what follows if the program changes weights outside of a step, in the first step
-    among others or by more than a round: "refuse" (an error, the default), "adopt" (the run's
-    weights come back, the default under a trainer that loads checkpoints), or "keep".
+    `inner` makes the steps between exchanges: "adamw", "sgd", "muon" or "nadam" with `lr`, or any
+    torch optimizer of the model's parameters, or a function that makes one from them. You or your
+    scheduler set the learning rate in `param_groups`, which are the inner optimizer's. Some methods
+    need a certain one: demo and flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose
+    moments it can send. A step adds `tokens_per_step` to the run's progress. Links are on `host`
+    (default: loopback). `folder` keeps the identity; without it, the identity is temporary.
+    `outer_state="disk"` keeps the method's state in memory-mapped files of the folder, for models
+    whose state does not fit into memory; `outer_state="device"` keeps it, and encodes and computes
+    with it, on the device of the model. `on_jump` says what follows if the program changes weights
+    outside of a step, in the first step among others or by more than a round: "refuse" (an error,
+    the default), "adopt" (the run's weights come back, the default under a trainer that loads
+    checkpoints), or "keep".
 
     A step waits only for an exchange that is due, and at most until its deadline; later results are
-    applied in a later step. Frozen parameters stay as they are and must be equal everywhere;
-    buffers are each peer's own. Use `with SwarmOptimizer(...) as opt:` or call `close`. `step`
-    raises network errors.
+    applied in a later step. Frozen parameters stay as they are and must be equal everywhere; with
+    `frozen="any"`, or another name on which all peers agree, such as that of a base model, they are
+    not compared, and may have other types. Buffers are each peer's own;
+    with `buffers="average"` (all peers), those of floats that a state dict has, such as BatchNorm's
+    statistics, are averaged with each round of an exact method. Use `with SwarmOptimizer(...) as
+    opt:` or call `close`. `step` raises network errors.
 
     In a program that several processes run (torch.distributed is initialised, the model under FSDP2
     or DDP), they are one peer: rank 0 is in the swarm, and the others make the same calls.
@@ -82,7 +105,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        method: str | None = None,
+        method: str | GivenMethod | None = None,
         invite: str | EntryPoint | None = None,
         *,
         inner: InnerSpec = "adamw",
@@ -108,32 +131,35 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._ready = False
             super().__init__(self._inner.param_groups, self._inner.defaults)
             self.param_groups, self.state = self._inner.param_groups, self._inner.state
-            theirs = fingerprint(model, self._inner)  # of frozen shards: all ranks take part
+            buffers = averaged_buffers(model, options.get("buffers"))
+            averaged = {} if buffers is None else buffers.agreed
+            frozen = options.get("frozen")  # of frozen shards all ranks take part
+            listed = list_tensors(model, with_frozen=frozen is None, buffers=averaged)
             self._replica = self._ranks.replica(model, self._inner)
             self._training_task, self._news = ExternalStep(tokens_per_step), LoopMeasures()
             self._watch, self._own = ParameterWatch(model), OwnSteps()
-            self._held: dict[str, torch.Tensor] = {}
+            self._held = Held(self._replica)
+            self._evaluated = EvaluatedModel(model, self._watch.trained, self._ranks)
             self.follows_run = False
             if leads:
                 self._replica.storage = _storage(outer_state, model, folder)
-                wished = wish(theirs, method, {"name": run, "seed": seed}, options)
+                theirs = fingerprint(model, self._inner, listed)
+                name, spelt_out = spelt(method, options)
+                wished = wish(theirs, name, {"name": run, "seed": seed}, spelt_out)
                 if not isinstance(invite, str):  # a joining peer learns the run's terms later
-                    terms = founded(wished)
-                    require_fit(terms.method.name, terms.build(), self._inner, self._replica.names)
-                elif method is not None:
-                    require_name("method.name", method, dict.fromkeys(NAMES))
+                    require_founded(wished, self._inner, self._replica, buffers)
                 if invite is None or isinstance(invite, str):
                     from farflock.node.library.door import NetworkEntryPoint  # it loads hivemind
 
                     invite = NetworkEntryPoint(invite, host, port, dht_port, client_mode, folder)
                 news, task = self._news, self._training_task
                 self._life, end = invite.enter(
-                    JoinRequest(wished, self._replica, task, news.report)
+                    JoinRequest(wished, self._replica, task, news.report, encode(listed), buffers)
                 )
-                self._end = weakref.finalize(self, end)
+                self._here, self._end = self._life.value, weakref.finalize(self, end)
                 self._jumps.watch = JumpWatch(self._watch.trained)
                 self._here.loop.counted = self._own.counted
-                made = self._here.loop.driver.method
+                made = self._here.terms.build()
                 try:
                     require_fit(self.method, made, self._inner, self._replica.names)
                 except Usage:
@@ -147,19 +173,29 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     # torch's optimizer
 
+    _step_supports_amp_scaling = property(asked_by_a_scaler)
+
     def step(self, closure: Closure | None = None) -> Any:  # noqa: ANN401 - torch's
         """Make a local step with the present gradients (or those of `closure`), and the exchanges
-        that are due.
+        that are due. The gradients stay. A step that a `GradScaler` skips counts, and changes
+        nothing.
 
         Return the closure's result. After Ctrl-C the exchange continues, and the next call waits
         for it. Raise `Usage`, before anything is sent, if the model's parameters are not those
         that it had when this optimizer was made.
         """
-        return self._ranks.step(self._step, closure)
+        overflowed = take_scale(self)
+        with kept(self, closure) as closure:
+            if overflowed:  # the step counts, and changes nothing
+                super().zero_grad()
+            return self._ranks.step(partial(self._step, overflowed), closure)
 
-    def _step(self, closure: Closure | None) -> Any:  # noqa: ANN401 - torch's
+    def _step(self, overflowed: bool, closure: Closure | None) -> Any:  # noqa: ANN401 - torch's
         life, loop = self._life, self._here.loop
+        self._evaluated.require_own()
         self._watch.check()
+        if overflowed:
+            self._held.put_back()
         if self._jumps.answer(self._here, not self._own.made, life.call, self._news.waiting):
             self._inner.zero_grad()
         with self._news.waiting():
@@ -184,16 +220,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._own.tell_of_tokens(self.tokens_per_step)
         self._news.stepped(self.tokens_per_step)
         self._jumps.watch.mark(self.last_round)
-        keeps = loop.driver.method.keeps_gradients and loop.driver.pending
-        self._held = self._replica.read(self._replica.names, "grad") if keeps else {}
+        self._held.note(loop.driver)
         return self._training_task.returned
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop this program's gradients, but keep those that a method has yet to send (DDP)."""
         with self._ranks.together():
             super().zero_grad(set_to_none)
-            if any(bool(gradient.any()) for gradient in self._held.values()):
-                self._replica.write(self._held, "grad")
+            self._held.put_back()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state, with the method's under "swarm" (None in ranks other
@@ -229,12 +263,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise `Usage`: a copy would be a second peer with this one's identity."""
-        why = "it is one peer of a run"
-        raise Usage(
-            "an optimizer cannot be copied or pickled", why, "copy or save its state_dict()"
-        )
+    __reduce_ex__ = refuse_copies
 
     # the swarm
 
@@ -308,6 +337,38 @@ class SwarmOptimizer(torch.optim.Optimizer):
             found = self._life.call(self._here.eval_params) if leads else {}
             return self._watch.like_model(found)
 
+    def status(self) -> SwarmStatus:
+        """Return the members, the last round, the traffic, and whom this peer waits for; printed,
+        it is a sentence. Ranks other than 0 return what rank 0 knew at the end of the last call."""
+        if self._ranks.said:
+            return self._ranks.said.status
+
+        async def waits() -> list[OpenWait]:
+            return self._here.waits()
+
+        waiting = [] if self._life.ended else self._life.call(waits)
+        return status_of(self._here.peer, self.members, self.last_round, waiting)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let the model hold what `eval_params` returns while the block lasts, and then the
+        program's own parameters again, bit for bit. Buffers stay. No step can be made inside."""
+        try:
+            with self._evaluated.block(lambda work: self._life.call(lambda: work(self._here))):
+                yield
+        finally:
+            if not self._ranks.said:
+                self._jumps.watch.mark(self.last_round)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:  # noqa: ANN401 - theirs
+        """Save the model with what `eval_params` returns, by its own method of this name (those of
+        transformers, peft and diffusers have one), which gets the options; rank 0 alone saves.
+        Raise `Usage` if it has none, or is in shards."""
+        save = self._evaluated.saving()
+        with self.evaluating():
+            if not self._ranks.said:
+                save(folder, **options)
+
     def measures(self) -> dict[str, float]:
         """Return what this peer has measured so far, for loggers of your own; nothing once it is
         closed. docs/reference/measures.md says names and units."""
@@ -374,10 +435,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._ranks.end()
             self._end()
 
-    def __enter__(self) -> Self:
-        """Return this optimizer."""
-        return self
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -386,10 +443,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Leave the run: patiently after success, at once after an exception."""
         self.close(patient=kind is None)
-
-    @property
-    def _here(self) -> OptimizerNode:
-        return self._life.value
 
 
 def _is_alone(here: OptimizerNode) -> bool:
@@ -416,6 +469,7 @@ def _facts_of(optimizer: SwarmOptimizer) -> RankFacts:
         _is_alone(optimizer._here),
         optimizer.seed,
         optimizer.twin,
+        optimizer.status(),
     )
 
 
@@ -448,6 +502,21 @@ def _device_of(model: nn.Module) -> torch.device:
     return place
 
 
+def require_founded(
+    wished: TomlTable,
+    inner: torch.optim.Optimizer,
+    replica: Replica,
+    buffers: AveragedBuffers | None,
+) -> None:
+    """Raise `Usage` unless a founder's terms fit its inner optimizer, its layers and the buffers
+    that it wants to be averaged."""
+    terms = founded(wished)
+    made = terms.build()
+    require_fit(terms.method.name, made, inner, replica.names)
+    if buffers is not None:
+        require_average(terms.method.name, made, replica)
+
+
 def require_fit(
     name: str, made: Method, inner: torch.optim.Optimizer, parameters: Sequence[str]
 ) -> None:
@@ -466,23 +535,22 @@ def inner_optimizer(model: nn.Module, inner: InnerSpec, lr: float | None) -> tor
         except ValueError as error:
             raise Usage("inner", str(error), "") from None
     if lr is not None:
-        raise Usage(
-            "lr", "the function given as `inner` sets its own learning rate", "leave lr out"
-        )
-    made = inner([entry for entry in model.parameters() if entry.requires_grad])
+        raise Usage("lr", "what is given as `inner` sets its own learning rate", "leave lr out")
+    trained = [entry for entry in model.parameters() if entry.requires_grad]
+    made = inner if isinstance(inner, torch.optim.Optimizer) else inner(trained)
     if not isinstance(made, torch.optim.Optimizer) or isinstance(
         made, torch.optim.LBFGS | SwarmOptimizer
     ):
         raise Usage(
             "inner",
-            f"the function returned a {type(made).__name__}",
-            "give one that returns a first-order torch optimizer",
+            f"it is a {type(made).__name__}, or makes one",
+            "give a first-order torch optimizer, or a function that makes one",
         )
     theirs = {id(entry) for entry in model.parameters()}
     if any(id(entry) not in theirs for group in made.param_groups for entry in group["params"]):
         raise Usage(
             "inner",
-            "the function's optimizer trains parameters that are not the model's",
-            "build it from the parameters that the function is given",
+            "its optimizer trains parameters that are not the model's",
+            "build it from the parameters of the model that SwarmOptimizer gets",
         )
     return made

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farflock.node.model.copied_ahead import CopiedAhead
+from farflock.node.model.plain_names import plain_parameters
 from farflock.optimizers.method import BlockChange, Replica, TensorBlock, Tensors, What
 from farflock.optimizers.parts.blocks import as_real, block_length, blocks
 from farflock.optimizers.parts.corrections import TREND
@@ -26,14 +27,15 @@ SCALARS = ("step", "mu_product")  # moments of one number per parameter
 class Slots:
     """The tensors of a module and its inner optimizer, by the names that methods use.
 
-    A tied parameter appears once; buffers and frozen parameters do not appear. A complex tensor is
-    seen as a real one, whose last dimension holds the two parts."""
+    Names are those without wrappers. A tied parameter appears once; buffers and frozen parameters
+    do not appear. A complex tensor is seen as a real one, whose last dimension holds the two parts.
+    """
 
     def __init__(
         self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None
     ) -> None:
         self.parameters = {
-            name: entry for name, entry in module.named_parameters() if entry.requires_grad
+            name: entry for name, entry in plain_parameters(module).items() if entry.requires_grad
         }
         self._inner, self._clip_norm = inner, clip_norm
         # by name, in the module's order

@@ -126,7 +126,8 @@ class PipelineNode:
         timeout_s: float,
         downloaded: DownloadProgress = lambda here, total: None,
     ) -> None:
-        """Join through the members whose `records` are given, and get each served stage's state.
+        """Join through the members whose `records` are given, which answer within `timeout_s`, and
+        get each served stage's state.
 
         The state is downloaded from a peer that has it; otherwise the stage starts over. A full
         replica does this for all stages at once: a stage that waited for the others would fall
@@ -136,9 +137,7 @@ class PipelineNode:
         if self.evaluator is not None:
             self.evaluator.joins()
         comes = _Together(downloaded)
-        beginnings = [
-            self._beginning(serving).join(timeout_s, comes.part()) for serving in self.servings
-        ]
+        beginnings = [self._beginning(serving).join(comes.part()) for serving in self.servings]
         tasks = [asyncio.ensure_future(beginning) for beginning in beginnings]
         try:
             await asyncio.gather(*tasks)

@@ -25,7 +25,9 @@ from farflock.swarm.peer.round_log import (
     OLD_LOG_BYTES,
 )
 
-SNAPSHOTS = 2  # at once: the one that is served, and the next one, or one that is downloaded
+# at once: the one that is served, and the next one, or one that is downloaded; before a node is a
+# member, the download and its chunks, kept for another start
+SNAPSHOTS = 2
 CHECKPOINTS = 2  # at least: one is intact while another is written
 READ_BYTES = 2 * OPEN_SHARDS * MAX_SHARD_BYTES  # of a source: the group that is read, and the next
 

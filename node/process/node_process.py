@@ -4,7 +4,6 @@
 as simulations do. Everything lives on one asyncio loop; computation runs in worker threads.
 """
 
-import asyncio
 import contextlib
 import gc
 import logging
@@ -15,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from farflock.node.assembly.checkpoints import CheckpointManager, last_of, save_all
+from farflock.node.assembly.checkpoints import CheckpointManager, last_of
 from farflock.node.assembly.known_run import learn_run, own_run
 from farflock.node.assembly.learnt import LEARN_TIMEOUT_S, known_members
+from farflock.node.assembly.leaving import Leaving, Unsaved
 from farflock.node.assembly.own_world import identity_of
 from farflock.node.assembly.part import Part
 from farflock.node.assembly.session import AddressCache, Session
@@ -58,14 +58,12 @@ from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.peer.snapshots import DownloadProgress
+from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
 from farflock.swarm.roles import EVERY, NOTHING, UNMEASURED, role_of
-from farflock.swarm.tasks import cancel
 from farflock.swarm.zmq.links import ZmqLinks
 
 JOIN_TIMEOUT_S = 120.0
 REJOIN_TIMEOUT_S = 20.0  # for members to answer a founder that starts again
-POLL_S = 0.1
 LINGER_S = 5.0  # after the last step: others may still be working towards the last round
 
 log = logging.getLogger(__name__)
@@ -86,6 +84,11 @@ class NodeProcess:
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     data: RunData | None = None  # what it trains on, if that was prepared
     show: Callable[[Status], None] = lambda status: None  # called once a second
+    leaving: Leaving = field(init=False)
+
+    def __post_init__(self) -> None:
+        what = self.session, self.keepers, self.machine.folder, self.journal.report
+        self.leaving = Leaving(*what)
 
     @property
     def manifest(self) -> Manifest:
@@ -107,7 +110,8 @@ class NodeProcess:
         self.show = show
 
     def stop(self) -> None:
-        """Ask the node to finish its step, save and leave."""
+        """Ask the node to leave: it says goodbye, finishes its step and saves."""
+        self.leaving.ask()
         self.member.stop()
 
     def says_device(self) -> str:
@@ -200,7 +204,9 @@ async def _found(
                     session.start(node.member)  # a stage whose checkpoint is here loads that
                 else:
                     await session.resume(node.member, saved)
-                    node.history.event("resumed", step=saved.step, checkpoint=str(saved.folder))
+                    node.journal.report(
+                        "resumed", {"step": saved.step, "checkpoint": str(saved.folder)}
+                    )
                 return await _train(node, on_start)
 
 
@@ -275,8 +281,11 @@ async def _join(
             part = node.member
             async with travelling(data, node, holders):
                 with _answered(session.peer):
-                    await session.join(part, JOIN_TIMEOUT_S, downloaded)
-                node.history.event("joined", tokens=part.tokens, run=run, role=part.role)
+                    async with StatusWriter(node).while_joining():
+                        await session.join(part, JOIN_TIMEOUT_S, downloaded)
+                node.journal.report(
+                    "joined", {"tokens": part.tokens, "run": run, "role": part.role}
+                )
                 return await _train(node, on_start)
 
 
@@ -289,15 +298,18 @@ def _widened(invite: Invite, remembered: Invite | None) -> Invite:
 
 @contextlib.contextmanager
 def _answered(peer: Peer) -> Iterator[None]:
-    """Turn a `TimeoutError` into an error that names what did not arrive in time."""
+    """Turn a `TimeoutError` into an error that names what did not arrive in time, and say which
+    state did not come."""
     try:
         yield
+    except SnapshotUnavailable as reason:
+        what = "the run's state could not be downloaded"
+        raise Failure(what, reason.why or str(reason), reason.remedy) from None
     except TimeoutError:
         if peer.membership.known.is_set():
-            why = f"no member sent all of it within {JOIN_TIMEOUT_S:.0f} s"
             raise Failure(
                 "the run's state could not be downloaded",
-                why,
+                "its members did not answer any more",
                 "check the network connection, and try again",
             ) from None
         why = f"its members did not answer within {JOIN_TIMEOUT_S:.0f} s"
@@ -317,45 +329,25 @@ async def _train(node: NodeProcess, on_start: Callable[[NodeProcess], None]) -> 
     """Train, write the status, save, and say goodbye."""
     gc.collect()
     gc.freeze()  # some 200,000 objects of the imports, which each full collection would visit
-    part, peer = node.member, node.session.peer
+    part, peer, leaving = node.member, node.session.peer, node.leaving
     lend_tokenizer(peer.context.store, node.tokenizer)
-    status = StatusWriter(node)
-    shown = asyncio.create_task(status.run(lambda now: node.show(now)))
-    try:
+    async with StatusWriter(node).showing(lambda now: node.show(now)):
         on_start(node)
-        await _until(node, lambda: len(peer.context.views.newest.members) >= node.awaited())
-        await unless_lost(node.machine.ranks, part.run(node.manifest.run.total_tokens))
-        lingers_s = asyncio.get_running_loop().time() + LINGER_S
-        await _until(node, lambda: peer.alone or asyncio.get_running_loop().time() >= lingers_s)
-        return await _leave(node, part.stopping)
-    except StepImpossible:
-        await _leave(node, True)
-        raise
-    except FollowerLost:
-        await node.session.leave()
-        raise
-    finally:
-        for ended in await cancel(shown):
-            if isinstance(ended, Exception):
-                log.error("the node's status can no longer be shown", exc_info=ended)
-        status.write("has ended")
-        node.history.close()
-
-
-async def _leave(node: NodeProcess, stopped: bool) -> Path:
-    """Save a checkpoint, say goodbye, and return the checkpoint's folder."""
-    saved = await save_all(node.keepers, node.machine.folder)
-    await node.session.leave()
-    node.history.event(
-        "stopped" if stopped else "done", checkpoint=str(saved), step=node.member.step
-    )
-    return saved
-
-
-async def _until(node: NodeProcess, there: Callable[[], bool]) -> None:
-    """Return once the condition `there` holds or the node is asked to stop."""
-    while not (there() or node.member.stopping):  # noqa: ASYNC110 - two parts' conditions
-        await asyncio.sleep(POLL_S)
+        await leaving.until(lambda: len(peer.context.views.newest.members) >= node.awaited())
+        work = part.run(node.manifest.run.total_tokens)
+        try:
+            await leaving.train(unless_lost(node.machine.ranks, work))
+            await leaving.until(lambda: peer.alone, LINGER_S)
+            return await leaving.end()
+        except StepImpossible:
+            with contextlib.suppress(Unsaved):
+                await leaving.end()
+            raise
+        except FollowerLost:
+            await leaving.close()
+            raise
+        finally:
+            node.journal.close()
 
 
 def _node(

@@ -96,6 +96,7 @@ def replica_of(
         cursor=lambda step: samples.place(step * accumulate),
         members=partial(members_of, peer),
     )
+    keeper.alone = shared is None
     node.evaluator = _evaluator(node, manifest, text)
     keeper.watch = node.watch
     if before is not None:

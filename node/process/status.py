@@ -6,12 +6,14 @@ view read it.
 
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 
 import msgspec
 import psutil
 
 from farflock.node.sinks.measures import OUTCOMES, Measures
 from farflock.node.train.evaluation_watch import EvaluationWatch
+from farflock.swarm.peer.state_download import StateProgress
 
 
 class PartnerStatus(msgspec.Struct, frozen=True):
@@ -25,16 +27,40 @@ class PartnerStatus(msgspec.Struct, frozen=True):
     twin: bool = False
 
 
+class DownloadStatus(msgspec.Struct, frozen=True):
+    """A state that a node downloads: the verified bytes and all, the rate of the last seconds, and
+    the seconds that are left at this rate (None: nothing comes)."""
+
+    here_bytes: int
+    total_bytes: int
+    bytes_per_s: float
+    left_s: float | None
+
+    def said(self) -> str:
+        """Return how far it is, as a phrase."""
+        if not self.total_bytes:
+            return "members are asked for it"
+        here = f"{self.here_bytes / 1e6:,.1f} of {self.total_bytes / 1e6:,.1f} MB"
+        if self.left_s is None:
+            return f"{here}, and nothing comes"
+        left = timedelta(seconds=round(self.left_s))
+        return f"{here}, {self.bytes_per_s / 1e6:,.2f} MB/s, about {left} left"
+
+
 class Waiting(msgspec.Struct, frozen=True):
-    """An open exchange: the peers it waits for, and the seconds left."""
+    """An open exchange: the peers it waits for, and the seconds left; or the `download` of a state,
+    which has no round and no deadline."""
 
     stream: str
     round: int
     whom: tuple[str, ...]
     left_s: float
+    download: DownloadStatus | None = None
 
     def said(self, names: Mapping[str, str]) -> str:
         """Return the awaited peers, the round and the time left, as a phrase."""
+        if self.download is not None:
+            return f"the run's state: {self.download.said()}"
         whom = ", ".join(names.get(peer, peer[-8:]) for peer in self.whom) or "the decision"
         left = (
             f"{self.left_s:.0f} s left"
@@ -160,6 +186,16 @@ def measures_of(status: Status, time_s: float) -> Measures:
         evaluation_error=None if evaluated is None else evaluated.standard_error,
         evaluation_bits=None if evaluated is None else evaluated.bits_per_byte,
     )
+
+
+def awaited_state(coming: StateProgress | None) -> tuple[Waiting, ...]:
+    """Return the wait for a state that is downloaded, if there is one."""
+    if coming is None:
+        return ()
+    left_s = None if coming.left_s is None else round(coming.left_s, 1)
+    here, rate = coming.here_bytes, round(coming.bytes_per_s)
+    download = DownloadStatus(here, coming.total_bytes, rate, left_s)
+    return (Waiting("state", -1, (), left_s or 0.0, download),)
 
 
 def watched(watch: EvaluationWatch | None) -> EvaluationStatus | None:

@@ -2,19 +2,23 @@
 
 import asyncio
 import collections
+import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from farflock.node.process.status import PartnerStatus, Status, Waiting, watched
+from farflock.node.errors import Failure
+from farflock.node.process.status import PartnerStatus, Status, Waiting, awaited_state, watched
 from farflock.node.state.paths import write_whole
 from farflock.swarm.links import Links
+from farflock.swarm.peer.state_download import StateProgress
 from farflock.swarm.protocol.views import Member
 from farflock.swarm.roles import role_of
+from farflock.swarm.tasks import cancel
 
 if TYPE_CHECKING:
     from farflock.node.process.node_process import NodeProcess
@@ -47,9 +51,28 @@ class StatusWriter:
             show(self.write())
             await asyncio.sleep(STATUS_EVERY_S)
 
+    @contextlib.asynccontextmanager
+    async def while_joining(self) -> AsyncIterator[None]:
+        """Write how far the download of the run's state is, while the block runs."""
+        writing = asyncio.create_task(self._follow_download())
+        try:
+            yield
+        finally:
+            await cancel(writing)
+
+    async def _follow_download(self) -> None:
+        peer = self._node.member.peer
+        while True:
+            coming = peer.snapshots.coming
+            if coming is not None and peer.context.chain is not None:
+                self._put(joining(self._node, coming))
+            await asyncio.sleep(STATUS_EVERY_S)
+
     def write(self, doing: str | None = None) -> Status:
         """Write one status now, if it has changed; a full disk must not end the node."""
-        status = status_of(self._node, doing, *self._rates())
+        return self._put(status_of(self._node, doing, *self._rates()))
+
+    def _put(self, status: Status) -> Status:
         if status == self._written:
             return status
         try:
@@ -61,6 +84,20 @@ class StatusWriter:
             self._fails = True
         return status
 
+    @contextlib.asynccontextmanager
+    async def showing(self, show: Callable[[Status], None]) -> AsyncIterator[None]:
+        """Write and show the status while the block runs, and write the last one. What this meets
+        must not hide how the node has ended."""
+        shown = asyncio.create_task(self.run(show))
+        try:
+            yield
+        finally:
+            for ended in await cancel(shown):
+                if isinstance(ended, Exception):
+                    log.error("the node's status can no longer be shown", exc_info=ended)
+            with contextlib.suppress(Failure):  # no address for an invite
+                self.write(": ".join(filter(None, ("has ended", self._node.leaving.said))))
+
     def _rates(self) -> tuple[float | None, float | None]:
         """Return the tokens per second and the share of computing over the last seconds."""
         if len(self._pace) < 2:
@@ -68,6 +105,35 @@ class StatusWriter:
         (began_s, *before), (ended_s, *now) = self._pace[0], self._pace[-1]
         tokens, busy_s = (late - early for early, late in zip(before, now, strict=True))
         return tokens / (ended_s - began_s), min(busy_s / (ended_s - began_s), 1.0)
+
+
+def joining(node: "NodeProcess", coming: StateProgress) -> Status:
+    """Return the status of a node that downloads the run's state: its steps are from before."""
+    part, links = node.member, node.links
+    peer = part.peer
+    view = peer.context.views.newest
+    sent_bytes, received_bytes = links.total_bytes()
+    return Status(
+        pid=os.getpid(),
+        run=node.run,
+        peer=peer.me,
+        invite=node.invite(),
+        step=part.step,
+        tokens=0,
+        total_tokens=node.manifest.run.total_tokens,
+        loss=None,
+        view=view.number,
+        members=view.peers,
+        is_member=False,
+        partners=tuple(_partner(links, other) for other in view.members if other.peer != peer.me),
+        waits=awaited_state(coming),
+        sent_bytes=sent_bytes,
+        received_bytes=received_bytes,
+        unsure_rounds=0,
+        dropped=dict(peer.context.counters) | dict(links.counters),
+        doing="downloads the run's state",
+        role=part.role,
+    )
 
 
 def status_of(
@@ -98,7 +164,8 @@ def status_of(
             for other in view.members
             if other.peer != peer.me
         ),
-        waits=tuple(
+        waits=awaited_state(peer.snapshots.coming)
+        + tuple(
             Waiting(wait.what.stream, wait.what.round, wait.whom, wait.left_s)
             for wait in part.waits()
         ),
@@ -127,7 +194,7 @@ def _doing(node: "NodeProcess") -> str:
         node.awaited(),
     )
     if part.stopping:
-        return "is leaving"
+        return node.leaving.doing
     if here < wanted:
         return f"waits for members: {here} of {wanted} are here"
     does = (
@@ -141,7 +208,7 @@ def _doing(node: "NodeProcess") -> str:
     return f"{does}; counts as a member from the next change of members (within {view_s:g} s)"
 
 
-def _partner(links: Links, member: Member, twin: bool) -> PartnerStatus:
+def _partner(links: Links, member: Member, twin: bool = False) -> PartnerStatus:
     peer = member.peer
     rtt_s = links.rtt_s(peer)
     rtt_ms = None if rtt_s is None else rtt_s * 1000

@@ -16,6 +16,7 @@ from farflock.swarm.messages import MAX_HEAD_BYTES
 
 # one number covers all that peers exchange; a peer with another is refused before it dials
 PROTOCOL = FRAME_VERSION
+MAX_LIST_BYTES = 2 * 1024 * 1024  # of tensors; of more nobody says more than that they differ
 _DOMAIN = b"head"
 
 
@@ -25,11 +26,14 @@ class BadHead(ValueError):
 
 class Head(msgspec.Struct, frozen=True, array_like=True):
     """The founder's statement of which manifest is the run's; every member re-publishes it. Wire
-    format: signature (64 bytes) and msgpack array [run, founder, digest, size, sequence, protocol].
+    format: signature (64 bytes) and msgpack array [run, founder, digest, size, sequence, protocol,
+    listed, listed_bytes].
 
     `digest` and `size` (bytes) are those of the canonical manifest; a higher `sequence` replaces a
     lower one. A head of a later `protocol` may have more fields: it is still read, to explain why
-    the run cannot be joined."""
+    the run cannot be joined. If the model is a user's own, `listed` and `listed_bytes` are digest
+    and size of the list of its tensors (tensor_list.py), for joiners whose model is another one;
+    heads of other runs end before them."""
 
     run: Annotated[str, msgspec.Meta(max_length=64)]
     founder: Annotated[str, msgspec.Meta(max_length=64)]
@@ -37,13 +41,16 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
     sequence: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
     protocol: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = PROTOCOL
+    listed: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    listed_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_LIST_BYTES)] = 0
 
 
 def seal_head(identity: Identity, head: Head) -> bytes:
     """Return signature and head; raise `BadHead` if others would refuse it."""
     if head.founder != identity.peer:
         raise BadHead(f"{identity.peer} cannot sign a head of {head.founder}'s run")
-    body = msgspec.msgpack.encode(head)
+    fields = msgspec.structs.astuple(head)
+    body = msgspec.msgpack.encode(fields if head.listed else fields[:-2])
     blob = identity.sign(_DOMAIN, body) + body
     unseal_head(blob)
     return blob

@@ -6,7 +6,7 @@ the hash of the weights: they download the weights themselves from the swarm, as
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -50,12 +50,15 @@ class ModelSection(ModelConfig, frozen=True, kw_only=True):
 class UserModel(Section, frozen=True):
     """[model] of a run that trains a user's own model: the number of trained tensors and of their
     values, a hash of everything that all peers must have in common, and the class of the inner
-    optimizer. No other keys are allowed."""
+    optimizer. `frozen` is the name of what is frozen, if peers may have other tensors there;
+    `buffers` says that those are averaged too. No other keys are allowed."""
 
     tensors: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
     numbers: Annotated[int, msgspec.Meta(ge=1, le=2**60)]
     sha256: Hash
     inner: PlainText
+    frozen: PlainText | None = None
+    buffers: Literal["average"] | None = None
 
 
 ModelKind = type[ModelSection] | type[UserModel]

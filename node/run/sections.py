@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 from farflock.compression.catalog import codec
-from farflock.node.errors import Usage
+from farflock.node.errors import RefusedByRun, Usage
 from farflock.node.run.head import PROTOCOL, require_same_protocol
 from farflock.node.run.spelling import near_key, near_option, near_value
 from farflock.node.run.split import nearest_divisor
@@ -126,7 +126,8 @@ def fill_method(table: dict[str, Any]) -> None:
     default."""
     method, exchange = table.setdefault("method", {}), table.setdefault("exchange", {})
     name, given = method.get("name", MethodSection().name), method.get("options", {})
-    require_name("method.name", name, dict.fromkeys(NAMES))
+    if name not in METHODS:  # which also knows a program's own
+        require_name("method.name", name, dict.fromkeys(NAMES))
     name, preset = unfolded(name)
     if not isinstance(given, dict):
         raise Usage(
@@ -165,15 +166,18 @@ def fill_method(table: dict[str, Any]) -> None:
 def _defaults(method: type[Any]) -> dict[str, Any]:
     """Return a method's options as plain values: the fields of its constructor that are not
     state."""
-    return _values(method())
+    return option_values(method())
 
 
-def _values(made: Any) -> dict[str, Any]:  # noqa: ANN401 - a method or an outer optimizer
+def option_values(made: Any) -> dict[str, Any]:  # noqa: ANN401 - a method or an outer optimizer
+    """Return the options of a method or an outer optimizer as plain values and tables."""
     names = [field.name for field in dataclasses.fields(made) if not field.name.startswith("_")]
     values = {name: getattr(made, name) for name in names}
     kinds = {kind: name for name, kind in OUTERS.items()}
     return {
-        name: {"name": kinds[type(value)], **_values(value)} if type(value) in kinds else value
+        name: {"name": kinds[type(value)], **option_values(value)}
+        if type(value) in kinds
+        else value
         for name, value in values.items()
     }
 
@@ -190,6 +194,12 @@ def constructor_options(method: MethodSection, exchange: ExchangeSection) -> dic
 
 def require_method(method: MethodSection) -> None:
     """Refuse an unknown method, unknown options and options of a wrong type."""
+    if method.name not in METHODS and "." in method.name:
+        raise RefusedByRun(
+            "the run has a method of its founder's own program",
+            f"this program does not know {method.name[:64]!r}",
+            "join with an instance of that class as the method",
+        )
     require_name("method.name", method.name, METHODS)
     options = dict(method.options)
     outer = options.pop("outer", None)

@@ -13,7 +13,7 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ from farflock.node.durable import sync_folder
 from farflock.node.state.cut import Cut, raw
 
 TensorGroups = Mapping[str, Mapping[str, Tensor] | Cut]
+Passed = Callable[[int], None]  # told of bytes as they have reached the disk, or come back from it
 
 MANIFEST_NAME = "manifest.json"
 _SUFFIX = ".safetensors"
@@ -35,6 +36,7 @@ _FORMAT = 1
 _MAX_MANIFEST_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _STAGE_BYTES = 4 << 20
+_SYNC_BYTES = 32 << 20  # from the system's cache, where that takes the writes, to the disk at once
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -87,12 +89,14 @@ def save(
     parts: TensorGroups,
     meta: Mapping[str, Any],
     files: Mapping[str, bytes] | None = None,
+    passed: Passed = lambda count: None,
 ) -> Path:
     """Write `folder/step-N` and return its path; on failure leave nothing and raise
     `CheckpointError`.
 
     A readable checkpoint of that step is never overwritten; a corrupt one is renamed. The parts are
-    written in their order, piece by piece. `meta` holds plain JSON values (NaN would become null).
+    written in their order, piece by piece, and read again for their hashes; `passed` is told of
+    both. `meta` holds plain JSON values (NaN would become null).
     """
     cuts = {name: part if isinstance(part, Cut) else Cut(part) for name, part in parts.items()}
     target = folder / f"step-{step}"
@@ -103,7 +107,7 @@ def save(
         _make_room(target)
         shutil.rmtree(partial, ignore_errors=True)  # left by a crash
         partial.mkdir()
-        _write_all(partial, step, cuts, meta, files or {})
+        _write_all(partial, step, cuts, meta, files or {}, passed)
         os.replace(partial, target)
         sync_folder(folder)
     except OSError as error:
@@ -220,18 +224,19 @@ def _write_all(
     parts: Mapping[str, Cut],
     meta: Mapping[str, Any],
     files: Mapping[str, bytes],
+    passed: Passed,
 ) -> None:
     names = [*(f"{part}{_SUFFIX}" for part in parts), *files]
     for part, cut in parts.items():
-        _write(partial / f"{part}{_SUFFIX}", _finite_pieces(part, cut))
+        _write(partial / f"{part}{_SUFFIX}", _finite_pieces(part, cut), passed)
     for name, content in files.items():
-        _write(partial / name, [content])
+        _write(partial / name, [content], passed)
     # after all cuts are read: until then, a step that changes them has to copy them
-    written = {name: _finished(partial / name) for name in names}
+    written = {name: _finished(partial / name, passed) for name in names}
     manifest = msgspec.json.encode(_Manifest(_FORMAT, step, written, dict(meta)))
     sealed = _Sealed(hashlib.sha256(manifest).hexdigest(), msgspec.Raw(manifest))
-    _write(partial / MANIFEST_NAME, [msgspec.json.encode(sealed)])
-    _finished(partial / MANIFEST_NAME)
+    _write(partial / MANIFEST_NAME, [msgspec.json.encode(sealed)], passed)
+    _finished(partial / MANIFEST_NAME, passed)
     sync_folder(partial)
 
 
@@ -247,13 +252,12 @@ def _finite_pieces(part: str, cut: Cut) -> Iterator[bytes | memoryview]:
         yield raw(piece)
 
 
-def _write(path: Path, content: Iterable[bytes | memoryview]) -> None:
+def _write(path: Path, content: Iterable[bytes | memoryview], passed: Passed) -> None:
     """Write a new file, past the system's cache where that is possible: to make room there for a
-    whole checkpoint costs more than to write it."""
-    stage, filled = (
-        memoryview(mmap.mmap(-1, _STAGE_BYTES)),
-        0,
-    )  # whole pages, as the disk wants them
+    whole checkpoint costs more than to write it. Elsewhere the cache is emptied again and again, or
+    a slow disk would take all of it at the end, while nobody hears of any progress."""
+    # whole pages, as the disk wants them
+    stage, filled, written = memoryview(mmap.mmap(-1, _STAGE_BYTES)), 0, 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         _set_direct(descriptor, wanted=True)
@@ -265,9 +269,13 @@ def _write(path: Path, content: Iterable[bytes | memoryview]) -> None:
                 filled += len(part)
                 if filled == _STAGE_BYTES:
                     _put(descriptor, stage)
-                    filled = 0
+                    filled, written = 0, written + _STAGE_BYTES
+                    if written % _SYNC_BYTES == 0:
+                        os.fsync(descriptor)
+                    passed(_STAGE_BYTES)
         _set_direct(descriptor, wanted=False)
         _put(descriptor, stage[:filled])
+        passed(filled)
     finally:
         os.close(descriptor)
 
@@ -299,21 +307,22 @@ def _set_direct(descriptor: int, *, wanted: bool) -> bool:
     return True
 
 
-def _finished(path: Path) -> _File:
+def _finished(path: Path, passed: Passed) -> _File:
     """Make a file's content durable, and return its description."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return _File(_digest(path), path.stat().st_size)
+    return _File(_digest(path, passed), path.stat().st_size)
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, passed: Passed = lambda count: None) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as content:
         while piece := content.read(_READ_BYTES):
             digest.update(piece)
+            passed(len(piece))
     return digest.hexdigest()
 
 

@@ -11,8 +11,9 @@ sent to a joiner as it is. Tensors on a device stay there until their pieces are
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -25,6 +26,7 @@ MIN_SAVED_BYTES = 16 * 1024 * 1024  # of each cut that may be copied in any case
 SAVED_SHARE = 8  # part of a cut, 1 in so many, that is copied before its reader is waited for
 STALL_S = 5.0  # without a piece read: the disk hangs, and all is copied after all
 _HEAD_ALIGNMENT = 8
+T = TypeVar("T")
 # by safetensors' names, in the order of its files: wide values first
 TYPES = {
     "C64": torch.complex64,
@@ -116,7 +118,7 @@ class OpenCuts:
 
     def __init__(self) -> None:
         self._open: dict[Cut, bool] = {}  # with whether a local step changes it
-        self._step = threading.Lock()  # held while a local step changes the state
+        self._step = threading.Lock()  # held while a local step or a result changes the state
 
     def add(self, cut: Cut, *, stepped: bool) -> None:
         """Keep a cut as it is; `stepped`: a local step changes it, not only the result of a
@@ -147,6 +149,22 @@ class OpenCuts:
         block."""
         with self._step:
             yield
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Save all that is open, and let all of the state change inside the block."""
+        with self._step:
+            self.before_change()
+            yield
+
+    def at_rest(self, look: Callable[[], T]) -> T | None:
+        """Return what `look` returns; None, at once, if the state is being changed."""
+        if not self._step.acquire(blocking=False):
+            return None
+        try:
+            return look()
+        finally:
+            self._step.release()
 
     def before_step(self) -> None:
         """Save what a local step is about to change."""

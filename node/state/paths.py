@@ -86,6 +86,11 @@ class RunFolder:
         return self.path / "snapshots"
 
     @property
+    def download(self) -> Path:
+        """The folder of a state that this node downloads, until it is a member."""
+        return self.path / "download"
+
+    @property
     def rounds(self) -> Path:
         """The folder of the content of past rounds."""
         return self.path / "rounds"

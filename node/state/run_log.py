@@ -4,6 +4,7 @@ A receipt has the round's participants and outcome, and the links' bytes since t
 """
 
 import logging
+import sqlite3
 from collections.abc import Callable
 
 from farflock.node.state.history import History, HistoryUnusable
@@ -31,6 +32,13 @@ class RunRecorder:
             if not self._fails:
                 log.warning("could not write the run's history, training goes on: %s", error)
             self._fails = True
+
+    def close(self) -> None:
+        """Close the history; what cannot be written then must not hide how the node ended."""
+        try:
+            self._history.close()
+        except (HistoryUnusable, sqlite3.Error) as error:
+            log.warning("the end of the run's history is lost: %s", error)
 
     def _note(self, kind: str, fields: dict[str, object]) -> None:
         match kind:

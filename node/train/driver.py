@@ -126,6 +126,7 @@ class Driver:
         self._own_tokens = self._agreed_tokens = 0
         self._step_tokens = 1  # of the last local step
         self.members = 1
+        self.ahead = False  # a local step has changed the state, and is not counted yet
         self.begin({}, 0)
 
     # the run
@@ -143,13 +144,14 @@ class Driver:
     def local_step(self, progress: Progress) -> None:
         """Let the method make its local step; in the worker that trains."""
         with self.cuts.stepping():
+            self.ahead = True
             self.method.local_step(self.replica, progress)
 
     def trained(self, tokens: int, members: int) -> None:
         """Count the tokens of a local step; `members` is the number of peers that train at the
         same pace."""
         self._own_tokens, self._step_tokens = self._own_tokens + tokens, tokens
-        self.members = members
+        self.members, self.ahead = members, False
 
     @property
     def tokens(self) -> int:
@@ -256,16 +258,16 @@ class Driver:
         This runs in a worker, so that no snapshot has the new state with the old count."""
         if action.result.tokens:
             set_rate(action.result.tokens)
-        self.cuts.before_change()
         exchange, result = action.exchange, action.result
         notes = self.contributions if self._is_first(exchange.key) else None
-        if notes is not None:
-            notes.closing(exchange.key.round, result.notes)
-        self._pending.pop(exchange.key, None)
-        second_phase = self._note(self.method.apply(self.replica, exchange, result), progress)
-        self._count(exchange.key, result)
-        if notes is not None:
-            notes.closed(exchange.key.round, result.notes)
+        with self.cuts.changing():
+            if notes is not None:
+                notes.closing(exchange.key.round, result.notes)
+            self._pending.pop(exchange.key, None)
+            second_phase = self._note(self.method.apply(self.replica, exchange, result), progress)
+            self._count(exchange.key, result)
+            if notes is not None:
+                notes.closed(exchange.key.round, result.notes)
         return second_phase
 
     def replay(self, key: ExchangeKey, result: Result, progress: Progress) -> list[Exchange]:

@@ -11,7 +11,6 @@ from farflock.optimizers.method import Progress
 from farflock.swarm.compute import Compute
 from farflock.swarm.tasks import cancel
 
-ADOPT_TIMEOUT_S = 300.0
 LOOK_EVERY_S = 0.05  # between two checks for the content of a decided round
 
 
@@ -37,7 +36,7 @@ class AdoptedState(Protocol):
         """True if a decided round is missing from the state."""
         ...
 
-    async def adopt(self, timeout_s: float) -> None:
+    async def adopt(self) -> None:
         """Replace the state with the run's."""
         ...
 
@@ -115,10 +114,13 @@ async def drain(loop: EndingLoop, timeout_s: float) -> None:
 
 
 async def start_over(loop: EndingLoop, reason: str) -> None:
-    """Drop the open exchanges and replace this peer's state with the group's."""
+    """Drop the open exchanges and replace this peer's state with the group's; one that is to stop
+    keeps its own."""
     await drop(loop.under_way)
+    if loop.stop.requested:
+        return
     loop.report("adopt", {"reason": reason})
-    await (loop.adopt(reason) if loop.adopt is not None else loop.state_sync.adopt(ADOPT_TIMEOUT_S))
+    await (loop.adopt(reason) if loop.adopt is not None else loop.state_sync.adopt())
 
 
 async def drop(under_way: UnderWay) -> None:

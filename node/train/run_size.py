@@ -111,14 +111,15 @@ def is_paired(plan: RunPlan) -> bool:
     return bool(templates) and isinstance(templates[0].group, RandomGroups)
 
 
-def state_bytes(plan: RunPlan) -> int:
-    """Return the bytes of the state that the method keeps beside the model, in float32."""
+def state_bytes(plan: RunPlan, *, shared: bool = False) -> int:
+    """Return the bytes of the state that the method keeps beside the model, in float32: all of it,
+    or what it has in common with other peers."""
     with torch.device("meta"):
         shapes = {name: tuple(x.shape) for name, x in Llama(plan.model).named_parameters()}
     made, small = method(plan.method, **plan.options), _small(shapes)
     _steps_between(made, shapes, [one.key.stream for one in made.streams(ShapeReplica(small))])
     assert isinstance(made, StatefulMethod), f"{plan.method} is not of the catalog"
-    kept = saved(made, "shared") | saved(made, "own")
+    kept = saved(made, "shared") | ({} if shared else saved(made, "own"))
     owners = [(key.partition(".")[2], tuple(x.shape)) for key, x in kept.items()]
     return sum(
         VALUE_BYTES * math.prod(shapes[name])

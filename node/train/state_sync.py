@@ -27,10 +27,15 @@ from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
+from farflock.swarm.peer.state_download import SILENT_S
 
 STATE = "state"  # the name under which a method's whole state is served
 MARK = "mark."  # prefix of `StateSync.marks` in a snapshot
 NEXT = "next."  # prefix of a stream's first round that is not in the snapshot
+# Nothing may come to a member for so long: it waits for the end of a partition, where a newcomer
+# ends and is started again.
+MEMBER_SILENT_S = 300.0
+MAX_WRONG_STATES = 8  # downloaded one after the other, before a peer gives up
 STATE_COPIES = 8  # of the model in fp32: methods keep one to four, with moments and anchors
 HEAD_BYTES = 1024 * 1024  # names, shapes and counters
 UNKNOWN = b""  # hash of a state that is not written yet
@@ -156,16 +161,19 @@ class StateSync:
         return [key for key in keys if key.stream not in busy]
 
     async def adopt(
-        self, timeout_s: float, downloaded: DownloadProgress = lambda here, total: None
+        self,
+        timeout_s: float | None = None,
+        downloaded: DownloadProgress = lambda here, total: None,
     ) -> None:
         """Replace this node's state with the run's; pending exchanges and local work are lost.
 
-        A snapshot with a wrong hash or for another model is discarded and another one fetched. At
-        a run's beginning, a peer with the same weights downloads nothing.
+        Without `timeout_s` it may take any time, as long as something comes; else raise
+        `SnapshotUnavailable`. A snapshot with a wrong hash or for another model is discarded and
+        another one fetched. At a run's beginning, a peer with the same weights downloads nothing.
         """
         replica, stage = self._driver.replica, self._client.stage
         mine = await self._compute(self._beginning)
-        landing = _Landing(self.spool.storage)
+        landing, wrong = _Landing(self.spool.storage), 0
         async with asyncio.timeout(timeout_s):
             while True:
                 # from an older round the log could not be followed to the present
@@ -173,6 +181,8 @@ class StateSync:
                 snapshot = await self._peer.snapshots.fetch(
                     *(self._state_name, timeout_s, downloaded, oldest, stage, max_bytes, mine),
                     landing.room,
+                    keep=not self._opened,  # a joiner's; a member may have other snapshots on disk
+                    silent_s=MEMBER_SILENT_S if self._opened else SILENT_S,
                 )
                 if snapshot.state == mine:  # as at the run's beginning, from the same weights
                     rounds: dict[str, int] = {}
@@ -183,6 +193,9 @@ class StateSync:
                 except (CorruptSnapshot, WrongState) as error:
                     log.warning("discarded a downloaded snapshot, fetching another: %s", error)
                     self._peer.snapshots.distrust(self._state_name)
+                    wrong += 1
+                    if wrong == MAX_WRONG_STATES:
+                        raise CorruptSnapshot(f"{wrong} states were of no use: {error}") from None
         self._driver.forget()
         self.open(rounds, snapshot.tokens)
 
@@ -194,9 +207,9 @@ class StateSync:
         """Take over a downloaded snapshot, in the worker; return each stream's last round."""
         state = _decoded(snapshot, file)
         rounds = self._rounds_in(state)
-        self._driver.cuts.before_change()
-        self._driver.method.restore(self._driver.replica, state, "adopt")
-        drop_spoiled(self._driver.replica)
+        with self._driver.cuts.changing():
+            self._driver.method.restore(self._driver.replica, state, "adopt")
+            drop_spoiled(self._driver.replica)
         return rounds
 
     def _rounds_in(self, state: State) -> dict[str, int]:

@@ -16,7 +16,7 @@ from farflock.swarm.chunks import Chunks
 from farflock.swarm.compute import Compute, inline
 from farflock.swarm.frame import Frame, pack, pack_parts
 from farflock.swarm.links import Links, Liveness, PeerId
-from farflock.swarm.messages import MAX_TRAIL, Evaluation, Key, Message, Piece
+from farflock.swarm.messages import MAX_TRAIL, Evaluation, Key, Message, Piece, Probed
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, raised
 from farflock.swarm.protocol.views import Chain, View
 
@@ -75,9 +75,10 @@ class PeerContext:
         return self.links.send(peer, pack(Frame(self.incarnation, message)))
 
     async def send_piece(
-        self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float
+        self, peer: PeerId, piece: Piece | Probed, body: memoryview, timeout_s: float
     ) -> bool:
-        """Send a piece of a chunk as bulk; False if the links refused it or had no room in time."""
+        """Send a piece of a chunk, or what follows it, as bulk; False if the links refused it or
+        had no room in time."""
         frame = pack_parts(Frame(self.incarnation, piece, body))
         return await self.links.send_bulk(peer, frame, timeout_s)
 

@@ -249,6 +249,8 @@ class Peer:
         if name in self.branching.adrift:
             return RoundOutcome(key, "lost", number + 1)
         paired = self.pairing.streams.get(name)
+        if not paired and number <= self.rounds.newest(name):
+            self.absences.come_back([(name, self.rounds.newest(name) + 1)])  # they went on without
         stream = paired or self.rounds.streams[name].stream
         bundles = self.context.bundles.put(stream.terms.cut, shards, work_pin(key))
         digests, sizes = tuple(digest for digest, _ in bundles), tuple(size for _, size in bundles)

@@ -42,12 +42,13 @@ from farflock.swarm.peer.round_log import (
 )
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
 from farflock.swarm.protocol.exchange.bundles import BadBundle
-from farflock.swarm.protocol.exchange.close_list import BadCloseList, last_bundles
+from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, last_bundles
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.reminders import calls_for_decision
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.groups import order, rotation
+from farflock.swarm.protocol.latecomers import LATE_SHARE, Latecomers
 from farflock.swarm.protocol.log_truncation import LogTruncation, oldest_of
 from farflock.swarm.protocol.views import View
 
@@ -322,6 +323,7 @@ class OpenRounds:
     ) -> None:
         self._context, self._streams, self._machines = context, streams, machines
         self._log, self._catch_up = log, catch_up
+        self._late = Latecomers(context.away)
 
     def close(self, name: str) -> None:
         """Forget the machines of a stream, and release what they held."""
@@ -352,6 +354,8 @@ class OpenRounds:
             self._context.drop("not from a member")
             return
         state.seen = max(state.seen, message.key.round)
+        if isinstance(message, Offer) and (sender, message.key.stream) in self._context.away:
+            self._late.heard(sender, message.key.stream)
         entry = state.log.get(message.key.round)
         if entry is not None and message.key not in self._machines:
             if isinstance(message, Prepare | Propose) or (
@@ -505,12 +509,22 @@ class OpenRounds:
             entry.reminders = machine.closing.reminders
             entry.twins = machine.twins()
             self._log.enter(state, key.round, entry)
+            self._note_late(machine, machine.close, state.stream.cadence.stride)
         if machine.complete and self._is_live(machine):
             del self._machines[key]
             if machine.roster.contributes:
                 self._log.completed(state, key.round)
             else:
                 self._catch_up.fill(state, key)
+
+    def _note_late(self, machine: Collective, close: CloseList, stride: int) -> None:
+        """Note which contributors have offered nothing to a round that waited for them."""
+        roster, key, view = machine.roster, machine.key, self._context.views.by_hash(machine.view)
+        here = {roster.me, *machine.content.offers, *(member for member, _ in close.members)}
+        waited = machine.ends_s - self._context.now() <= (1 - LATE_SHARE) * machine.deadline_s
+        if view is not None and waited and (absent := roster.contributors - here):
+            peers = [roster.peers[member] for member in sorted(absent)]
+            self._late.missed(view, key, peers, stride)
 
     def _act(self, machine: Collective, action: Action) -> None:
         # The stream may be closed meanwhile.

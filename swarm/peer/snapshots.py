@@ -1,4 +1,5 @@
-"""State downloads: a member offers its snapshot as a list of chunks, fetched from all that have it.
+"""The states that peers serve to each other: a member offers its snapshot as a list of chunks,
+fetched from all that have it (swarm/peer/state_download.py).
 
 For an exact stream, take the state that most answers announce for one round; for a per-peer stream,
 any one member's. Chunks are verified by their digests, the whole by the state's hash (in node/).
@@ -6,38 +7,36 @@ any one member's. Chunks are verified by their digests, the whole by the state's
 
 import asyncio
 import collections
-import itertools
 import math
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Annotated
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 
-from farflock.swarm.chunk_store import digest_of
+from farflock.swarm.chunk_store import KeptChunks, digest_of
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import MAX_CHUNK_BYTES, Digest, Size, StateOffer, StateQuery
+from farflock.swarm.messages import MAX_CHUNK_BYTES, StateOffer, StateQuery
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.state_download import (
+    MAX_LISTED,
+    SILENT_S,
+    UNVERIFIED_S,
+    Listing,
+    Room,
+    StateDownload,
+    StateProgress,
+    Wanted,
+)
+from farflock.swarm.peer.state_download import DownloadProgress as DownloadProgress
+from farflock.swarm.peer.state_download import SnapshotUnavailable as SnapshotUnavailable
 
 ASK_EVERY_S = 1.0  # queries and offers may be lost
 SETTLE_S = 0.5  # wait after the first offer for others to compare it with
-MAX_LISTED = 65_536  # chunks in one listing, which is a chunk itself
-MAX_LISTINGS = 64  # of one snapshot
-PARALLEL = 16  # chunks fetched at once: enough to fill a slow link
 MAX_ASKERS = 64  # peers that wait for one snapshot; others ask again
 MAX_DISTRUSTED = 64  # bad snapshots remembered; the oldest is forgotten first
 # A snapshot is offered until this many rounds have begun since: the logs must still continue it.
 KEEP_ROUNDS = 4
 KEEP_S = 30.0  # the limit for a stream without rounds
-
-
-class Listing(msgspec.Struct, frozen=True, array_like=True):
-    """The content of a snapshot: the chunk that a `StateOffer` names. The `chunks` of a large
-    snapshot are `listings` themselves."""
-
-    chunks: Annotated[tuple[tuple[Digest, Size], ...], msgspec.Meta(max_length=MAX_LISTED)]
-    listings: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,6 @@ class Snapshot:
 
 
 Provide = Callable[[], Awaitable[Snapshot]]
-DownloadProgress = Callable[[int, int], None]  # (chunks here, chunks in all)
-Room = Callable[[int], memoryview]  # a size -> memory for so many bytes
 
 
 def in_memory(size: int) -> memoryview:
@@ -63,34 +60,18 @@ def in_memory(size: int) -> memoryview:
     return memoryview(bytearray(size))
 
 
-class SnapshotUnavailable(Exception):
-    """No member delivered a snapshot in time; the message says how far the download got."""
-
-
-@dataclass(slots=True)
-class _Download:
-    """A running download: the stage, the limits, and the offers by peer."""
-
-    stage: int | None
-    min_round: int  # the first useful round
-    max_bytes: int | None
-    known: bytes | None  # the hash of the state that is here
-    room: Room
-    offers: dict[PeerId, StateOffer] = field(default_factory=dict)
-    here: dict[tuple[bytes, int], memoryview] = field(default_factory=dict)  # chunks, verified
-
-
 class Snapshots:
     """Serves this peer's snapshots and downloads others'."""
 
     def __init__(self, context: PeerContext, asked: Callable[[int | None], list[PeerId]]) -> None:
         self._context, self._members = context, asked
+        self.kept: Callable[[str], KeptChunks] | None = None  # where chunks of a state stay
         self._providers: dict[str, Provide] = {}
         self._served: dict[str, StateOffer] = {}
         self._versions: dict[str, Callable[[], int]] = {}  # those remade on every change
         self._made: dict[str, tuple[int, float, int]] = {}  # (round, time, version)
         self._askers: dict[str, set[PeerId]] = {}  # peers waiting for a snapshot in the making
-        self._downloads: dict[str, _Download] = {}
+        self._downloads: dict[str, StateDownload] = {}
         self._taken: dict[str, tuple[bytes, bytes]] = {}  # (state's hash, listing)
         self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(
             maxlen=MAX_DISTRUSTED
@@ -126,18 +107,19 @@ class Snapshots:
         """Note an offer, unless it is unsolicited, distrusted, stale, or of an unknown view.
 
         The state of an unknown view might belong to another chain than ours."""
-        wanted, chain = self._downloads.get(offer.stream), self._context.chain
-        if wanted is None or sender not in self._members(wanted.stage):
+        download, chain = self._downloads.get(offer.stream), self._context.chain
+        if download is None or sender not in self._members(download.wanted.stage):
             return  # not asked for, or not by a possible holder
         if (offer.state, offer.digest) in self._distrusted:
             self._context.drop("distrusted snapshot")
+            download.refused.setdefault(sender, self._context.now())
         elif chain is None or chain.by_hash(offer.view) is None:
             self._context.drop("snapshot of an unknown view")
             self._context.counters["stale view"] += 1
-        elif offer.round < wanted.min_round:
+        elif offer.round < download.wanted.min_round:
             self._context.drop("stale snapshot")
         else:
-            wanted.offers[sender] = offer
+            download.offers[sender] = offer
 
     def distrust(self, name: str) -> None:
         """Refuse the last download from now on: the caller found that it is not as offered."""
@@ -163,27 +145,49 @@ class Snapshots:
         """The streams whose snapshots this peer downloads."""
         return tuple(self._downloads)
 
+    @property
+    def coming(self) -> StateProgress | None:
+        """The progress of all downloads together; None if nothing is downloaded."""
+        parts = [download.coming for download in self._downloads.values()]
+        if not parts:
+            return None
+        return StateProgress(
+            sum(part.here_bytes for part in parts),
+            sum(part.total_bytes for part in parts),
+            sum(part.bytes_per_s for part in parts),
+            sum(part.begun_bytes for part in parts),
+        )
+
     async def fetch(
         self,
         name: str,
-        timeout_s: float,
+        timeout_s: float | None = None,
         progress: DownloadProgress = lambda here, total: None,
         min_round: int = -1,
         stage: int | None = None,
         max_bytes: int | None = None,
         known: bytes | None = None,
         room: Room = in_memory,
+        *,
+        keep: bool = False,
+        silent_s: float = SILENT_S,
     ) -> Snapshot:
         """Download the state that most members announce, after round `min_round` or later.
 
         No log leads on from an earlier state, however many peers lag behind with it. With `stage`,
         only its members are asked. A snapshot of more than `max_bytes` is not begun. The one of the
         state that is `known` here comes without chunks. The chunks of others follow one another in
-        memory from `room`. Raise `SnapshotUnavailable` on timeout."""
-        download = self._downloads[name] = _Download(stage, min_round, max_bytes, known, room)
+        memory from `room`; `keep` them for another start, too, where the peer has a place for that.
+        Raise `SnapshotUnavailable` after `timeout_s`; if it is None, once nothing has come for
+        `silent_s` (swarm/peer/state_download.py)."""
+        kept = self.kept(name) if keep and self.kept is not None else None
+        wanted = Wanted(stage, min_round, max_bytes, known, room, kept, progress, silent_s)
+        download = self._downloads[name] = StateDownload(self._context, name, wanted)
         try:
+            if timeout_s is None:
+                return await self._while_it_comes(download)
             async with asyncio.timeout(timeout_s):
-                return await self._fetch(name, download, timeout_s, progress)
+                return await self._fetch(download)
         except TimeoutError:
             heard = len(download.offers)
             raise SnapshotUnavailable(
@@ -193,122 +197,58 @@ class Snapshots:
         finally:
             self._downloads.pop(name, None)
 
-    async def _fetch(
-        self, name: str, download: _Download, timeout_s: float, progress: DownloadProgress
-    ) -> Snapshot:
+    async def _while_it_comes(self, download: StateDownload) -> Snapshot:
+        """Download without a limit on the whole time, but on silence."""
+        silence, silent_s = download.silence, download.wanted.silent_s
+        unverified_s = max(UNVERIFIED_S, silent_s)
+        try:
+            async with silence.limited(unverified_s, "chunk"):
+                try:
+                    async with silence.limited(silent_s, "byte"):
+                        return await self._fetch(download)
+                except TimeoutError:
+                    raise download.ended(_silent(download, silent_s)) from None
+        except TimeoutError:
+            raise download.ended(_incomplete(download, unverified_s)) from None
+
+    async def _fetch(self, download: StateDownload) -> Snapshot:
+        name, store = download.name, self._context.store
         while True:
             chain = self._context.chain
-            download.offers = {}
-            await self._gather_offers(name, download)
-            offer, holders = _choose(download.offers)
-            if offer.state == download.known:
+            await self._gather_offers(download)
+            heard = {p: said for p, said in download.offers.items() if p not in download.mute}
+            offer, holders = _choose(heard or download.offers)
+            if offer.state == download.wanted.known:
                 return Snapshot(offer.round, offer.state, offer.tokens, ())
             pin = ("download", name)
             try:
-                chunks = await self._get(offer, holders, download, pin, timeout_s, progress)
+                chunks = await download.get(offer, holders)
                 if chunks is not None:
-                    self._context.store.forget(pin)
+                    store.forget(pin)
             finally:
-                self._context.store.release(pin)
+                store.release(pin)
             # After a change of chain, this state belongs to the old one.
             if chunks is not None and self._context.chain is chain:
                 self._taken[name] = (offer.state, offer.digest)
                 return Snapshot(offer.round, offer.state, offer.tokens, chunks)
 
-    async def _gather_offers(self, name: str, download: _Download) -> None:
+    async def _gather_offers(self, download: StateDownload) -> None:
+        download.offers = {}
         while not download.offers:
-            for peer in self._members(download.stage):
-                self._context.send(peer, StateQuery(name))
+            asked = self._members(download.wanted.stage)
+            for peer in asked:
+                self._context.send(peer, StateQuery(download.name))
+            # one that offered a false state makes another after a while
+            since_s = self._context.now() - KEEP_S / 3
+            hopeful = [
+                peer
+                for peer in asked
+                if peer not in download.mute and download.refused.get(peer, since_s) >= since_s
+            ]
+            if any(self._context.life(peer) == "alive" for peer in hopeful):
+                download.hears_members()
             await asyncio.sleep(ASK_EVERY_S)
         await asyncio.sleep(SETTLE_S)
-
-    async def _get(
-        self,
-        offer: StateOffer,
-        holders: list[PeerId],
-        download: _Download,
-        pin: Hashable,
-        timeout_s: float,
-        progress: DownloadProgress,
-    ) -> tuple[memoryview, ...] | None:
-        async def fetch(digest: bytes, size: int, pin: Hashable = pin) -> bool:
-            return await self._context.chunks.fetch(
-                digest, size, lambda: holders, pin, timeout_s, final=True
-            )
-
-        listed = await self._list(offer, fetch)
-        if listed is None:
-            return None
-        size_bytes = sum(size for _, size in listed)
-        if download.max_bytes is not None and size_bytes > download.max_bytes:
-            self._context.drop("snapshot too large")
-            return None
-        places = _Places(listed)
-        # what an attempt before this one has brought; all else of it is dropped
-        download.here = {what: body for what, body in download.here.items() if what in places.of}
-        room = await self._context.compute(partial(download.room, size_bytes))
-        gate, here = asyncio.Semaphore(PARALLEL), 0
-
-        async def one(what: tuple[bytes, int]) -> bool:
-            nonlocal here
-            async with gate:
-                done = await self._land(what, download, fetch, [room[at] for at in places.of[what]])
-            here += done * len(places.of[what])
-            progress(here, len(listed))
-            return done
-
-        if not all(await asyncio.gather(*map(one, places.of))):
-            return None
-        return tuple(room[at] for at in places.all)
-
-    async def _land(
-        self,
-        what: tuple[bytes, int],
-        download: _Download,
-        fetch: Callable[[bytes, int, Hashable], Awaitable[bool]],
-        places: list[memoryview],
-    ) -> bool:
-        """Fetch a chunk and copy it to its places; it does not stay in the store."""
-        (digest, size), store = what, self._context.store
-        pin = ("landing", digest)
-        try:
-            body = download.here.get(what)
-            if body is None and await fetch(digest, size, pin):
-                body = store.view(digest)
-            if body is None or len(body) != size:
-                return False
-            # in a worker: the system may let whoever writes to a mapped file wait for the disk
-            await self._context.compute(partial(_fill, places, body))
-            download.here[what] = places[0]
-            return True
-        finally:
-            store.forget(pin)
-
-    async def _list(
-        self, offer: StateOffer, fetch: Callable[[bytes, int], Awaitable[bool]]
-    ) -> list[tuple[bytes, int]] | None:
-        """Return the chunks of an offered snapshot, or None if a listing cannot be had or read."""
-        listed: list[tuple[bytes, int]] = []
-        left = [(offer.digest, offer.size)]
-        while left:
-            digest, size = left.pop(0)
-            if not await fetch(digest, size):
-                return None
-            try:
-                listing = msgspec.msgpack.decode(
-                    self._context.store.get(digest) or b"", type=Listing
-                )
-            except (msgspec.MsgspecError, RecursionError):
-                self._context.drop("undecodable snapshot listing")
-                return None
-            if not listing.listings:
-                listed += listing.chunks
-            elif digest == offer.digest and len(listing.chunks) <= MAX_LISTINGS:
-                left += listing.chunks
-            else:  # only the first lists others, or a listing could name itself
-                self._context.drop("snapshot listing too deep")
-                return None
-        return listed
 
     async def _offer(self, asker: PeerId, name: str) -> None:
         """Offer a new snapshot, or the last one if recent, to all peers that asked meanwhile.
@@ -372,20 +312,17 @@ class Snapshots:
         )
 
 
-class _Places:
-    """The places of a snapshot's chunks, one after the other; equal ones are fetched once."""
-
-    def __init__(self, listed: Sequence[tuple[bytes, int]]) -> None:
-        ends = list(itertools.accumulate(size for _, size in listed))
-        self.all = [slice(end - size, end) for (_, size), end in zip(listed, ends, strict=True)]
-        self.of: dict[tuple[bytes, int], list[slice]] = {}
-        for what, place in zip(listed, self.all, strict=True):
-            self.of.setdefault(what, []).append(place)
+def _silent(download: StateDownload, seconds: float) -> str:
+    if download.refused:
+        return f"its members offered none that is true for {seconds:.0f} s"
+    begun = download.total_bytes
+    why = "no byte of it came" if begun else "none of its members could be reached"
+    return f"{why} for {seconds:.0f} s"
 
 
-def _fill(places: list[memoryview], body: memoryview) -> None:
-    for place in places:
-        place[:] = body
+def _incomplete(download: StateDownload, seconds: float) -> str:
+    why = "no part of it came whole" if download.total_bytes else "no member offered it"
+    return f"{why} within {seconds:.0f} s"
 
 
 def _choose(offers: dict[PeerId, StateOffer]) -> tuple[StateOffer, list[PeerId]]:

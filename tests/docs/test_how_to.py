@@ -117,6 +117,20 @@ def test_every_block_of_python_or_diff_names_its_file(name):
     )
 
 
+def test_the_lines_that_change_on_the_way_to_a_swarm_stand_in_the_loop():
+    page = (PAGES / "from-one-gpu-to-a-swarm.md").read_text()
+    (_, _, loop), (_, _, diff), *_ = steps(page)
+    before, after = loop.splitlines(), []
+    for line in diff.splitlines():
+        if line[0] != "+":
+            after += before[: before.index(line[1:])]
+            before = before[before.index(line[1:]) + 1 :]
+        after += [line[1:]] if line[0] != "-" else []
+    new = [line for line in diff.splitlines() if line[0] == "+" and "import" not in line]
+    assert len(new) == 5
+    compile("\n".join(after + before), "train.py", "exec")
+
+
 @pytest.mark.net
 def test_a_page_that_is_wrong_is_found_out(tmp_path):
     with pytest.raises(AssertionError, match="echo two printed: two"):

@@ -1,10 +1,13 @@
 """docs/reference/ is what the code says, and the words for it are complete both ways."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from worlds.waiting import completed
+
+import farflock
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "make_reference.py"
@@ -58,6 +61,13 @@ def test_words_that_do_not_fit_the_code_are_refused(tmp_path, before, after, sai
     done = made(script=script)
     assert done.returncode == 1
     assert said in done.stderr
+
+
+def test_the_statement_of_what_is_stable_names_exactly_what_is_public():
+    text = (SCRIPT.parent / "reference" / "python.md").read_text()
+    statement = text.partition("## ")[0]
+    assert re.findall(r"^- `(\w+)`$", statement, re.M) == sorted(farflock.__all__)
+    assert all(f"`farflock.{name}" in text or f"`{name}`" in text for name in farflock.__all__)
 
 
 def test_rows_stay_on_one_line_and_no_control_character_is_left():

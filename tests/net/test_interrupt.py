@@ -49,6 +49,28 @@ def save(*arguments):
 checkpoint.save = save
 cli.main()
 """
+PACED_SAVE = """
+import time
+from farflock.node.assembly import leaving
+from farflock.node.state import checkpoint
+from farflock.node.cli import main as cli
+
+put = checkpoint._put
+
+def slow(descriptor, rest):
+    time.sleep(0.4)
+    put(descriptor, rest)
+
+checkpoint._put, leaving.STALL_S = slow, 2.0
+cli.main()
+"""
+STILL_SAVE = SLOW_SAVE.replace(
+    "cli.main()",
+    """
+from farflock.node.assembly import leaving
+leaving.STALL_S = 1.0
+cli.main()""",
+)
 CLI = ("-m", "farflock.node.cli")
 
 
@@ -184,7 +206,7 @@ def test_a_node_that_waits_for_a_silent_partner_ends_at_ctrl_c_with_all_saved(
     assert code == 130
     assert said["ended"] == "left"
     assert (Path(said["checkpoint"]) / "manifest.json").exists()
-    assert joiner.status()["doing"] == "has ended"
+    assert joiner.status()["doing"].startswith("has ended: the checkpoint is in")
     assert_gone(traces)
 
     os.kill(founder.process.pid, signal.SIGCONT)
@@ -200,13 +222,44 @@ def test_a_second_ctrl_c_ends_at_once(start, manifest, tmp_path):
     slow.reaches(lambda status: status["step"] > 3)
     pids, _, ports = slow.traces()
     slow.signal(signal.SIGINT)
-    slow.reaches(lambda status: status["doing"] == "is leaving")
+    slow.reaches(lambda status: status["doing"].startswith("is leaving"))
     time.sleep(0.3)
     assert slow.process.poll() is None
     slow.signal(signal.SIGINT)
     code, _ = slow.ends()
     assert code == -signal.SIGINT
     assert_gone((pids, (), ports))
+
+
+def test_a_save_that_progresses_is_finished_however_long_it_takes(start, manifest, tmp_path):
+    node = start(
+        *("a", "run", manifest(1), "--folder", tmp_path / "a", "--json"), how=("-c", PACED_SAVE)
+    )
+    node.reaches(lambda status: status["step"] > 3)
+    began_s = time.monotonic()
+    node.signal(signal.SIGTERM)
+    node.reaches(lambda status: status["doing"].startswith("is leaving: saves step"))
+    code, said = node.ends()
+    assert time.monotonic() - began_s > 2.0, "the save was not slow"
+    assert (code, said["ended"]) == (0, "left")
+    assert (Path(said["checkpoint"]) / "manifest.json").exists()
+    assert node.status()["doing"] == f"has ended: the checkpoint is in {said['checkpoint']}"
+
+
+def test_one_that_stands_still_is_given_up_and_its_thread_does_not_hold_the_end_up(
+    start, manifest, tmp_path
+):
+    node = start(
+        *("a", "run", manifest(1), "--folder", tmp_path / "a", "--json"), how=("-c", STILL_SAVE)
+    )
+    node.reaches(lambda status: status["step"] > 3)
+    traces = node.traces()
+    node.signal(signal.SIGTERM)
+    code, said = node.ends()
+    assert (code, said["exit_code"]) == (143, 143)
+    assert "is not saved: the disk has taken nothing" in said["error"]
+    assert "there is no earlier checkpoint" in said["error"]
+    assert_gone(traces)
 
 
 @pytest.mark.parametrize(

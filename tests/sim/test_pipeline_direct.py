@@ -117,7 +117,7 @@ def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothi
     assert not dropped(one), "one death loses no payload that is needed"
 
 
-@pytest.mark.ci_more
+@pytest.mark.long
 def test_two_neighbours_that_die_at_once_cost_little_and_nothing_hangs():
     one = direct(stages=3, servers=3, rate=0.3)
     one.begun_anew = True  # a round that only the dead had dies with them

@@ -266,10 +266,8 @@ def test_outer_steps_on_weights_sent_in_four_bits_end_in_the_subspace():
     one.run().check_inside().check_finished()
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(0, marks=pytest.mark.ci_more), pytest.param(1, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1])
 def test_under_churn_newcomers_adopt_projected_weights_and_the_same_basis(seed):
     inner = InnerConfig("adamw", 0.02, (0.9, 0.95), 0.1)
     one = single(

@@ -245,10 +245,8 @@ def settled(one, sim, rounds):
     return sim.settled and min(map(rounds_of, [one] * 3, range(3))) >= rounds
 
 
-@MORE
-@pytest.mark.parametrize(
-    "victims", [(1, 3), pytest.param((0, 4), marks=LONG), pytest.param((8, 2), marks=LONG)]
-)
+@LONG
+@pytest.mark.parametrize("victims", [(1, 3), (0, 4), (8, 2)])
 def test_servers_and_a_replica_that_die_around_a_change_come_back_to_later_versions(victims):
     """Of stages 0 and 1 in turn, 2, and the replica; each is away for about three versions."""
     one = audit(servers=2, trainers=2, replicas=1)

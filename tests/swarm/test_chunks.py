@@ -277,6 +277,28 @@ def forged(digest, start, size, body):
 
 
 @in_virtual_time
+async def test_a_peer_that_says_another_size_is_found_out_at_once(net):
+    data = data_of(2 * PIECE_BYTES)
+    for name in ("liar", "holder"):
+        net.peer(name, data)
+
+    def tap(sender, to, message, body):
+        if sender == "liar" and isinstance(message, Piece):
+            message = Piece(message.digest, message.start, message.size + 1)
+        return message, body
+
+    net.tap, liars, reader = tap, set(), net.peer("reader")
+    assert await reader.fetch(
+        *(digest_of(data), len(data), lambda: ["liar", "holder"], "pin", None),
+        final=True,
+        gently=True,
+        liars=liars,
+    )
+    assert liars == {"liar"}
+    assert now() < STALL_S
+
+
+@in_virtual_time
 async def test_pieces_that_were_not_asked_for_are_dropped_and_counted(net):
     data = data_of(2 * PIECE_BYTES)
     holder, reader = net.peer("holder", data), net.peer("reader")

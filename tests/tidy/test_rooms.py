@@ -16,7 +16,12 @@ NO_ROOMS = {
     "tests/tidy",
     "tests/worlds",
 }
-SUBJECTS = {"laws", "spec", "swarm"}  # of a room's tests: what holds for all of its modules
+SUBJECTS = {
+    "laws",
+    "programs",
+    "spec",
+    "swarm",
+}  # of a room's tests: what holds for all of its modules
 MIN_LINES = 3
 
 MODULES = {path: measure.parsed(path) for house in HOUSES for path in (ROOT / house).rglob("*.py")}

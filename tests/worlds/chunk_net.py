@@ -1,18 +1,26 @@
-"""The smallest network on which `Chunks` runs, in virtual time; and peers that lend chunks to each
-other over a simulated network."""
+"""The smallest network on which `Chunks` runs, in virtual time; over a simulated network, peers
+that lend chunks to each other, and peers with nothing but their snapshots."""
 
 import asyncio
 import collections
 import random
 
+from worlds.switchboard import Spawner
+
 from farflock.swarm.chunk_store import Store, digest_of
 from farflock.swarm.chunks import Chunks
 from farflock.swarm.frame import unpack
-from farflock.swarm.messages import DataHeld, DataQuery
+from farflock.swarm.messages import DataHeld, DataQuery, StateOffer, StateQuery
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.data_holders import DataHolders
+from farflock.swarm.peer.snapshots import Snapshot, Snapshots
+from farflock.swarm.protocol.views import Certified, Chain, Member, genesis
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
+
+NAME = "state"
+MEMBERS = ("a", "b", "c", "d", "e")
+GENESIS = genesis("run", Member("a", 1))
 
 
 def data_of(size, seed=0):
@@ -169,3 +177,70 @@ class LentWorld:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+def snapshot(number=7, flavour=b"true", chunks=3, size=100_000):
+    parts = tuple(flavour + bytes([part]) * size for part in range(chunks))
+    return Snapshot(number, flavour.ljust(32, b"."), 10 * max(number, 0), parts)
+
+
+class SnapshotPeer:
+    """One peer's snapshots on the network, with the loop that feeds them."""
+
+    def __init__(self, world, name, budget_bytes=2**30):
+        self.name, self.world = name, world
+        links, self.store = world.network.links(name), Store(budget_bytes)
+        self.context = PeerContext("run", 0, 1, links, self.store, world.spawn)
+        self.context.chain = Chain("run", [Certified(GENESIS)])
+        self.snapshots = Snapshots(
+            self.context, lambda stage: [peer for peer in world.asked(stage) if peer != name]
+        )
+        self.built = 0
+        world.spawn(self.receive(links))
+
+    async def receive(self, links):
+        while True:
+            sender, packed = await links.receive()
+            frame = unpack(packed)
+            if isinstance(frame.message, StateQuery | StateOffer):
+                self.snapshots.receive(sender, frame.message)
+            else:
+                self.context.chunks.receive(sender, frame.message, frame.body)
+
+    def serve(self, what, build_s=0.0):
+        async def provide():
+            await asyncio.sleep(build_s)
+            self.built += 1
+            return what
+
+        self.snapshots.serve(NAME, provide)
+        return self
+
+    async def fetch(self, timeout_s=30.0, **options):
+        return await self.snapshots.fetch(NAME, timeout_s, **options)
+
+
+class SnapshotWorld(Spawner):
+    def __init__(self):
+        super().__init__()
+        self.network = SimNetwork(1)
+        self.members = MEMBERS
+        self.asked = lambda stage: self.members  # which members serve a stage
+        self.joiner = SnapshotPeer(self, "joiner")
+
+    def peer(self, name):
+        return SnapshotPeer(self, name)
+
+
+def in_a_world(main):
+    """Run a test `main(world)` in virtual time."""
+
+    def test():
+        async def whole():
+            world = SnapshotWorld()
+            await main(world)
+            assert not world.failures
+
+        run_virtual(whole())
+
+    return test

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from farflock.node.library.averaged_buffers import averaged_buffers
 from farflock.node.library.background import stopped
 from farflock.node.library.last_round import OwnSteps
 from farflock.node.library.local_swarm import QUICK, LocalPeers
@@ -15,6 +16,7 @@ from farflock.node.library.presence import ExternalStep, JoinRequest, OptimizerN
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 from farflock.node.model.replica import PlainReplica
 from farflock.node.run.fit import SHARED_MOMENTS
+from farflock.node.run.tensor_list import encode, list_tensors
 from farflock.node.run.user_terms import fingerprint, wish
 from farflock.optimizers.parts.portable_inner import make_portable
 from farflock.swarm.compute import inline
@@ -122,12 +124,21 @@ def train_together(count, method, model_of, work, inner_of, **options):
     async def live(rank):
         model, reports = model_of(rank), []
         inner = inner_of(model.parameters())
-        wished = wish(fingerprint(model, inner), method, {"name": None, "seed": 0}, options)
+        buffers = averaged_buffers(model, options.get("buffers"))
+        averaged = buffers and buffers.agreed
+        listed = list_tensors(model, with_frozen=options.get("frozen") is None, buffers=averaged)
+        print_ = fingerprint(model, inner, listed)
+        wished = wish(print_, method, {"name": None, "seed": 0}, options)
         if method in SHARED_MOMENTS:
             make_portable(inner)
         task, replica = ExternalStep(), PlainReplica(model, inner, None)
         request = JoinRequest(
-            wished, replica, task, lambda kind, fields: reports.append((kind, fields))
+            wished,
+            replica,
+            task,
+            lambda kind, fields: reports.append((kind, fields)),
+            encode(listed),
+            buffers,
         )
         async with peers.inside(rank, request) as here:
             views = here.peer.context.views

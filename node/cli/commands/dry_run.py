@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from farflock.node.cli.commands.join_sum import join_facts, join_text
 from farflock.swarm.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def size_facts(
         "memory_device": device,
         **asdict(line),
         "start": _start_facts(described, line, stored_bytes),
+        "join": join_facts(described, streams, line.peers, line.bytes_per_s, line.step_s),
         "streams": facts,
     }
 
@@ -217,6 +219,7 @@ def size_text(facts: dict[str, Any]) -> str:
     ]
     if (start := facts["start"]) is not None:
         lines.append(_start_text(start))
+    lines.append(join_text(facts["join"]))
     if facts["memory_device"]:
         lines.append(
             f"device     about {_bytes(facts['memory_device'])} of its memory, if one trains whole"

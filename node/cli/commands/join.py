@@ -16,7 +16,7 @@ from farflock.node.cli.commands.dry_run import (
     size_options,
     size_text,
 )
-from farflock.node.cli.commands.options import logs_of, machine_of, machine_options
+from farflock.node.cli.commands.options import grace_of, logs_of, machine_of, machine_options
 from farflock.node.cli.output import Output, conclude
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def command(
         out.line(node.says_disk())
 
     with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(out.progress("downloading the run's state"))
+        progress = stack.enter_context(out.download("downloading the run's state"))
         return train(
             out,
             "farflock join",
@@ -97,9 +97,10 @@ def command(
                 invited,
                 started,
                 LEARN_TIMEOUT_S,
-                lambda here, total: progress(here / total),
+                progress,
             ),
             greet,
+            grace_of(machine),
         )
 
 

@@ -1,7 +1,9 @@
 """`farflock leave`: ask the node on this machine to finish its step, save, and leave its run."""
 
+import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 
 import click
@@ -13,7 +15,7 @@ from farflock.node.errors import Failure
 from farflock.node.process.status import is_node, read_status
 from farflock.node.state.paths import RunFolder
 
-TIMEOUT_S = 60.0
+SILENT_S = 60.0  # without a new status: a save shows each of its seconds
 
 
 @click.command("leave")
@@ -26,7 +28,8 @@ TIMEOUT_S = 60.0
 def command(folder: Path | None, as_json: bool) -> None:
     """Stop the node on this machine.
 
-    As after Ctrl-C, the node finishes its step, saves a checkpoint and leaves the run.
+    As after Ctrl-C, the node says goodbye, finishes its step and saves a checkpoint; this waits for
+    it as long as it does something.
     """
     path = RunFolder.at(folder).path / "status.json"
     try:
@@ -42,12 +45,33 @@ def command(folder: Path | None, as_json: bool) -> None:
             "if a node runs in another folder, name that with --folder",
         )
     os.kill(pid, signal.SIGTERM)
-    try:
-        process.wait(TIMEOUT_S)
-    except psutil.TimeoutExpired:
+    if not _ends(process, path):
         raise Failure(
-            f"the node (process {pid}) has not stopped within {TIMEOUT_S:.0f} s",
-            "it may still be saving",
+            f"the node (process {pid}) has not stopped, nor said anything for {SILENT_S:.0f} s",
+            "it may be stuck",
             "see `farflock status` for what it is doing, and try again",
-        ) from None
-    Output(as_json).result({"left": True}, "left the run; its checkpoint is in the folder")
+        )
+    said = _said(path) or "it has not said what it saved"
+    Output(as_json).result({"left": True}, f"left the run; {said}")
+
+
+def _ends(process: psutil.Process, path: Path) -> bool:
+    """Wait for the node for as long as its status changes; return whether it has ended."""
+    said, since_s = b"", time.monotonic()
+    while time.monotonic() - since_s < SILENT_S:
+        try:
+            process.wait(1.0)
+        except psutil.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                if (now := path.read_bytes()) != said:
+                    said, since_s = now, time.monotonic()
+        else:
+            return True
+    return False
+
+
+def _said(path: Path) -> str:
+    """Return what the node's end has come to; nothing if it has not said that."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return read_status(path).doing.partition("has ended: ")[2]
+    return ""

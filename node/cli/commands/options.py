@@ -17,6 +17,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt])?b?", re.ASCII | re.IGNORECASE)
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _COUNT = re.compile(r"[1-9]\d{0,8}", re.ASCII)
+_TIME = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([sm])?", re.ASCII)
 _SHOWN = 64
 
 
@@ -42,6 +43,15 @@ def _memory(ctx: click.Context, option: click.Parameter, text: str | None) -> No
     from farflock.node.machine import limit_memory
 
     limit_memory(size_in_bytes(ctx, option, text))
+
+
+def _seconds(ctx: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    if text is None:
+        return None
+    spelt = _TIME.fullmatch(text.strip())
+    if spelt is None or not (seconds := float(spelt[1]) * (60.0 if spelt[2] == "m" else 1.0)):
+        raise click.BadParameter(f"{text[:_SHOWN]!r} is not a time; write it as in 30s or 2m")
+    return seconds
 
 
 def _micro_batch(ctx: click.Context, option: click.Parameter, text: str) -> int | None:
@@ -178,6 +188,14 @@ _MACHINE = (
         help="Seconds between checkpoints.",
     ),
     click.option(
+        "--grace",
+        metavar="TIME",
+        callback=_seconds,
+        help="Time from a request to stop to the end of the process, as in 30s or 2m: what Slurm or"
+        " a provider of spot machines gives. A checkpoint that would take longer is not begun"
+        " (default: as long as the disk takes something).",
+    ),
+    click.option(
         "--keep",
         type=click.IntRange(min=1),
         default=3,
@@ -295,6 +313,12 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
             options["micro_batch"],
         ),
     )
+
+
+def grace_of(options: Mapping[str, Any]) -> float | None:
+    """Return the seconds from a request to stop to the end, if these options name them."""
+    grace_s: float | None = options["grace"]
+    return grace_s
 
 
 def logs_of(options: Mapping[str, Any]) -> "LogOptions":

@@ -16,7 +16,7 @@ from farflock.node.cli.commands.dry_run import (
     size_options,
     size_text,
 )
-from farflock.node.cli.commands.options import logs_of, machine_of, machine_options
+from farflock.node.cli.commands.options import grace_of, logs_of, machine_of, machine_options
 from farflock.node.cli.output import Output
 
 if TYPE_CHECKING:
@@ -108,5 +108,5 @@ def command(
         replace(machine_of({**machine, "data": data}), model=folder),
         logs_of(machine),
         lambda placed, started: found(placed, described, started),
-        greet,
+        *(greet, grace_of(machine)),
     )

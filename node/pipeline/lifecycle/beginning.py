@@ -69,11 +69,11 @@ class StageStartup:
         self._from_disk({}, 0)
         self.embedding.founded()
 
-    async def join(self, timeout_s: float, downloaded: DownloadProgress) -> None:
+    async def join(self, downloaded: DownloadProgress) -> None:
         """Adopt the state of the stage's other servers; if there are none, start the stage over."""
         serving = self.serving
         while True:
-            if await self._adopted(timeout_s, downloaded):
+            if await self._adopted(downloaded):
                 await self.embedding.begun(anew=False)
                 self._serve_scale()
                 return
@@ -98,7 +98,7 @@ class StageStartup:
             self._begin(rounds, tokens)
         await self.embedding.begun(anew=True)
 
-    async def _adopted(self, timeout_s: float, downloaded: DownloadProgress) -> bool:
+    async def _adopted(self, downloaded: DownloadProgress) -> bool:
         """Download the state from other servers of the stage; return True once it is adopted.
 
         Return False once no server is left and no byte has arrived: members listed in the view
@@ -112,7 +112,7 @@ class StageStartup:
 
         if not self._is_served():
             return False
-        adopting = asyncio.ensure_future(self.serving.state_sync.adopt(timeout_s, coming))
+        adopting = asyncio.ensure_future(self.serving.state_sync.adopt(None, coming))
         try:
             while not adopting.done() and (comes or self._is_served()):
                 await asyncio.wait([adopting], timeout=SETTLE_S / 10)

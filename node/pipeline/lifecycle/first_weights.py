@@ -24,7 +24,6 @@ from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 
 FIRST = "first"  # name of the snapshots
-FIRST_TIMEOUT_S = 600.0  # for the weights of a whole stage; without them its server begins again
 
 
 def serve_first(
@@ -58,7 +57,7 @@ async def fetch_first(peer: Peer, plan: RunPlan, span: range, index: int) -> dic
     shapes = shapes_of(plan.model, span)
     most = HEAD_BYTES + sum(4 * math.prod(shape) for shape in shapes.values())
     try:
-        snapshot = await peer.snapshots.fetch(f"{FIRST}/{index}", FIRST_TIMEOUT_S, max_bytes=most)
+        snapshot = await peer.snapshots.fetch(f"{FIRST}/{index}", None, max_bytes=most)
         found = decode_state(snapshot)
     except (SnapshotUnavailable, CorruptSnapshot) as error:
         raise LifeOver(f"the first weights of stage {index} cannot be had: {error}") from None

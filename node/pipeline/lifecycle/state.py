@@ -43,7 +43,7 @@ from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 
 SCALE = "scale"  # name of the snapshot with a stage's gradient scale
-NEIGHBOUR_TIMEOUT_S = 120.0  # for a whole stage; without it the stage has its initial weights
+SCALE_TIMEOUT_S = 30.0  # for a neighbour's scale, a single number
 _SCALE = struct.Struct("<d")
 
 log = logging.getLogger(__name__)
@@ -137,9 +137,7 @@ async def _neighbour(peer: Peer, plan: RunPlan, stages: Sequence[range], stage: 
     model = build(plan.model, plan.run_seed, stages[stage])
     replica = PlainReplica(model, plan.inner_of(model))
     most = max_state_bytes(replica.shapes)
-    snapshot = await peer.snapshots.fetch(
-        f"{STATE}/{stage}", NEIGHBOUR_TIMEOUT_S, stage=stage, max_bytes=most
-    )
+    snapshot = await peer.snapshots.fetch(f"{STATE}/{stage}", None, stage=stage, max_bytes=most)
     kept = method(plan.method, **plan.options)
     try:
         found = decode_state(snapshot)
@@ -155,7 +153,7 @@ async def _scale(peer: Peer, stage: int) -> float:
     trained (two zeros weigh the same)."""
     try:
         snapshot = await peer.snapshots.fetch(
-            f"{SCALE}/{stage}", NEIGHBOUR_TIMEOUT_S / 4, stage=stage, max_bytes=_SCALE.size
+            f"{SCALE}/{stage}", SCALE_TIMEOUT_S, stage=stage, max_bytes=_SCALE.size
         )
         (omega,) = _SCALE.unpack(b"".join(snapshot.chunks))
     except (SnapshotUnavailable, struct.error):

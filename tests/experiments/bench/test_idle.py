@@ -9,7 +9,7 @@ from farflock.experiments.bench import idle
 pytestmark = pytest.mark.net
 
 
-@pytest.mark.ci_more
+@pytest.mark.long
 @pytest.mark.usefixtures("forked")
 def test_a_node_is_measured_alone_and_with_all_partners_in_its_view(quick):
     alone, full = idle.run(quick())

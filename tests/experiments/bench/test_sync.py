@@ -89,7 +89,7 @@ def test_where_hivemind_finds_no_group_the_others_are_measured(monkeypatch):
     assert [each.metric for each in others] == ["sync.2.gloo", "sync.2.fp32", "sync.2.cpu"]
 
 
-@pytest.mark.ci_more
+@pytest.mark.long
 @pytest.mark.net
 @pytest.mark.usefixtures("forked")
 def test_at_a_rate_the_yardstick_is_the_ideal_and_no_sync_beats_it():

@@ -12,7 +12,7 @@ GIB = 1024**3
 
 
 @pytest.mark.net
-@pytest.mark.ci_more
+@pytest.mark.long
 @pytest.mark.usefixtures("forked")
 def test_two_processes_train_exchange_and_end_with_one_state_and_a_third_joins(quick, monkeypatch):
     settings = whole.Settings

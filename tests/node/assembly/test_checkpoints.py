@@ -94,6 +94,53 @@ def test_a_disk_that_fails_does_not_end_the_training(bench, text, tmp_path, monk
     assert "could not write a checkpoint" in caplog.text
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_neither_the_training_nor_the_save(
+    bench, text, tmp_path, monkeypatch, caplog
+):
+    def refuse(*arguments):
+        raise PermissionError("not yours")
+
+    async def work(keeper, node):
+        monkeypatch.setattr(checkpoint, "prune", refuse)
+        assert (await keeper.save()).name == "step-0"
+        assert keeper.progress.share == 1.0
+
+    with caplog.at_level(logging.WARNING, logger="farflock"):
+        kept_by(bench, text, tmp_path, 0.0, work)
+    assert "could not be deleted, and stays: not yours" in caplog.text
+
+
+def test_in_the_middle_of_a_long_step_the_state_before_it_is_saved(bench, text, tmp_path):
+    """The step changes the state only once it has its gradients; a method that keeps these is
+    waited for."""
+    begun, over = threading.Event(), threading.Event()
+
+    async def work(keeper, node):
+        before = {name: x.detach().clone() for name, x in node.model.named_parameters()}
+        local_step, trainer = node.loop.driver.local_step, Worker("train")
+
+        def slow(progress):
+            begun.set()
+            over.wait()
+            local_step(progress)
+
+        node.loop.driver.local_step, node.loop.train = slow, trainer
+        node.peer.found()
+        node.state_sync.open()
+        running = asyncio.create_task(node.loop.run(10**9))
+        await asyncio.to_thread(begun.wait)
+        saved = checkpoint.load(await keeper.save())
+        assert saved.step == 0
+        assert all(torch.equal(saved.parts["model"][name], x) for name, x in before.items())
+        node.loop.stop()
+        over.set()
+        await running
+        assert (await keeper.save()).name == "step-1"
+        trainer.close()
+
+    kept_by(bench, text, tmp_path, 0.0, work)
+
+
 def test_a_new_start_takes_the_newest_whole_checkpoint_of_its_own_run(bench, text, tmp_path):
     async def work(keeper, node):
         for node.loop.step in (1, 2):

@@ -1,6 +1,7 @@
 """What a joiner learns of a run before it takes part."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import simulated_default
 from farflock.node.run.model_section import ModelSection, UserModel
 from farflock.node.run.user_terms import founded, wish
+from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.identity import Identity
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -108,3 +110,27 @@ def test_an_invite_of_an_earlier_protocol_is_refused_before_its_terms_are_read(l
         f"the run has another protocol: it speaks version 9, this program version {PROTOCOL};"
         " use the version of farflock that made it"
     )
+
+
+def test_a_joiner_asks_for_the_list_of_the_run_s_tensors_only_if_its_own_is_another(monkeypatch):
+    raw, asked = b"the run's list", []
+    known = known_run.own_run(FOUNDER, PROGRAMS, raw)
+    record = seal(FOUNDER, Record(known.run, FOUNDER.peer, 1, 1, curve=bytes(32)))
+
+    async def fetch_chunk(links, run, digest, size, members, timeout_s):
+        asked.append((digest, size, members))
+        return raw
+
+    monkeypatch.setattr(known_run, "fetch_chunk", fetch_chunk)
+
+    def listed(known, ours):
+        return run_virtual(known_run.listed_by_members(Links(), known, ours))
+
+    assert listed(replace(known, records=[record]), raw) == b""
+    assert listed(known, b"other") == b""
+    assert asked == []
+    assert listed(replace(known, records=[record]), b"other") == raw
+    assert asked == [(digest_of(raw), len(raw), [FOUNDER.peer])]
+    unlisted = known_run.own_run(FOUNDER, PROGRAMS)
+    assert listed(replace(unlisted, records=[record]), b"other") == b""
+    assert len(unlisted.head) < len(known.head)

@@ -101,6 +101,28 @@ def test_progress_without_a_terminal_is_a_line_for_each_tenth(capsys):
     assert len(lines) == 10
 
 
+def test_a_download_without_a_terminal_says_its_rate_and_what_is_left(capsys, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    with Output(as_json=True).download("downloading") as progress:
+        for here in range(10, 101, 2):
+            progress(here * 1_000_000, 100_000_000)
+            clock[0] += 10.0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "downloading: 16% of 100.0 MB, 0.2 MB/s, about 0:07:00 left"
+    assert "downloading: 20% of 100.0 MB, 0.2 MB/s, about 0:06:40 left" in lines
+    assert lines[-1] == "downloading: 100% of 100.0 MB, 0.2 MB/s, about 0:00:00 left"
+    assert len(lines) == 18
+
+
+def test_a_download_on_a_terminal_is_a_bar_on_standard_error(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with Output(as_json=False).download("downloading") as progress:
+        progress(1_000_000, 100_000_000)
+    assert capsys.readouterr().out == ""
+
+
 def test_without_a_terminal_rich_is_not_even_imported(capsys, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)

@@ -1,6 +1,7 @@
 """A whole swarm in this process: what a notebook sees of it, and that nothing of it is left."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -155,6 +156,34 @@ def test_the_others_go_on_without_a_peer_whose_line_is_dead():
     with farflock.local_swarm(3, "diloco", period=5, **QUICK) as swarm:
         results = swarm.train(work)
     assert {rounds[-1].number for rounds in ends_as_one(results[:2])} == {5}
+
+
+def test_a_program_that_fails_in_its_block_says_goodbye_and_the_others_go_on():
+    began_s = []
+
+    def work(rank, optimize):
+        model = net()
+        optimizer = optimize(model, lr=1e-2)
+        if rank == 2:
+            with pytest.raises(ZeroDivisionError, match="a mistake"), optimizer:
+                train(optimizer, model, 7, rank)
+                began_s.append(time.monotonic())
+                raise ZeroDivisionError("a mistake in the loop")
+            return optimizer.status()
+        here_s = time.monotonic()
+        while len(optimizer.members) == 3 and time.monotonic() - here_s < 40:
+            train(optimizer, model, 1, rank)
+        took_s = time.monotonic() - began_s[0]
+        rounds, _ = train(optimizer, model, 11, rank)
+        return took_s, rounds
+
+    with farflock.local_swarm(3, "diloco", period=5, deadline_s=60.0, **QUICK) as swarm:
+        *others, failed = swarm.train(work)
+    assert failed.waits_for == ()
+    for took_s, rounds in others:
+        assert took_s < 20  # a silent member would be waited for
+        assert rounds[-1].status == "ok"
+        assert rounds[-1].peers == 2
 
 
 def test_an_error_of_one_rank_ends_all_and_is_raised():

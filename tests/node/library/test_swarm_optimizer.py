@@ -165,6 +165,16 @@ def test_hooks_and_names_of_inner_optimizers_work(alone):
     assert "lr: 0.5" in repr(optimizer)
 
 
+def test_a_program_s_own_optimizer_makes_the_inner_steps_and_its_scheduler_goes_on(alone):
+    ours, theirs = net(), net()
+    mine, plain = adamw(ours.parameters()), adamw(theirs.parameters())
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 3, 0.5) for one in (mine, plain)]
+    train(alone(ours, "local", inner=mine), ours, range(8), schedules[0])
+    train(plain, theirs, range(8), schedules[1])
+    assert equal(weights(ours), weights(theirs))
+    assert mine.param_groups[0]["lr"] == plain.param_groups[0]["lr"] < 0.01
+
+
 def test_parameters_cannot_be_added_later(alone):
     with pytest.raises(Usage, match="new optimizer"):
         alone(net()).add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
@@ -290,7 +300,7 @@ def test_a_gradient_that_ddp_has_not_sent_yet_survives_zero_grad(alone):
     optimizer = alone(model, "ddp")
     waiting = {name: torch.full_like(entry, 2.0) for name, entry in model.named_parameters()}
     optimizer._replica.write(waiting, "grad")
-    optimizer._held = waiting
+    optimizer._held.gradients = waiting
     loss_of(model, 0).backward()
     optimizer.zero_grad()
     assert all(bool((entry.grad == 2.0).all()) for entry in model.parameters())
@@ -366,6 +376,9 @@ def test_a_contribution_may_weigh_as_many_as_its_tokens():
             "not the model's",
         ),
         ({"lr": -1.0}, "learning rate"),
+        ({"inner": torch.optim.SGD([nn.Parameter(torch.zeros(1))])}, "not the model's"),
+        ({"inner": torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])}, "first-order"),
+        ({"inner": adamw([nn.Parameter(torch.zeros(1))]), "lr": 0.1}, "leave lr out"),
         (
             {"method": "ddp", "inner": lambda parameters: torch.optim.RMSprop(parameters)},
             "moments of RMSprop",

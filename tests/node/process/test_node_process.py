@@ -19,7 +19,8 @@ def said(card, folder, role, pipeline=None, **options):
     manifest = SimpleNamespace(pipeline=pipeline, train=SimpleNamespace(batch=16))
     part = SimpleNamespace(role=role)
     session = SimpleNamespace(known=SimpleNamespace(manifest=manifest))
-    return NodeProcess(machine, session, None, part, *(None,) * 4).says_device()
+    journal = SimpleNamespace(report=None)
+    return NodeProcess(machine, session, None, part, None, journal, [], None).says_device()
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from farflock.node.process.status import Waiting, read_status
+from farflock.node.process.status import DownloadStatus, Waiting, awaited_state, read_status
 from farflock.node.process.status_writer import PACE_SAMPLES, StatusWriter
 from farflock.swarm.messages import Evaluation
+from farflock.swarm.peer.state_download import StateProgress
 from farflock.swarm.protocol.views import Member, View
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -51,6 +52,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
         context=port,
         membership=SimpleNamespace(is_member=is_member, branch=None),
         pairing=SimpleNamespace(unsure_rounds=0),
+        snapshots=SimpleNamespace(coming=None),
     )
     part = SimpleNamespace(
         peer=peer,
@@ -80,6 +82,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
         journal=SimpleNamespace(rounds={"ok": 4}, last_round=3),
         worker=SimpleNamespace(busy_s=0.0),
         awaited=lambda: awaited,
+        leaving=SimpleNamespace(doing="is leaving: saves step 7", said=""),
     )
 
 
@@ -91,6 +94,30 @@ def test_a_status_can_be_read_back_and_names_the_peers_that_are_waited_for(tmp_p
     assert status.dropped == {"x": 1, "queue full": 2}
     assert (status.rounds, status.last_round, status.doing) == ({"ok": 4}, 3, "trains")
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_node_that_downloads_the_runs_state_says_how_much_is_left(tmp_path, monkeypatch):
+    node = node_in(tmp_path, is_member=False)
+    node.member.peer.context.chain = object()
+    written, coming = [], StateProgress(12_000_000, 86_000_000, 200_000.0, begun_bytes=1_000_000)
+    monkeypatch.setattr(StatusWriter, "_put", lambda writer, status: written.append(status))
+
+    async def joins():
+        async with StatusWriter(node).while_joining():
+            await asyncio.sleep(1.5)  # before it is asked for
+            assert not written
+            node.member.peer.snapshots.coming = coming
+            await asyncio.sleep(1.0)
+
+    run_virtual(joins())
+    (status,) = written
+    assert (status.doing, status.is_member) == ("downloads the run's state", False)
+    (wait,) = status.waits
+    assert wait.download == DownloadStatus(12_000_000, 86_000_000, 200_000, 365.0)
+    said = "the run's state: 12.0 of 86.0 MB, 0.20 MB/s, about 0:06:05 left"
+    assert wait.said({}) == said
+    (mute,) = awaited_state(StateProgress(500_000, 1_000_000, 0.0))
+    assert mute.said({}) == "the run's state: 0.5 of 1.0 MB, and nothing comes"
 
 
 def test_it_has_the_newest_evaluation_with_its_member_and_a_sample(tmp_path):
@@ -130,7 +157,7 @@ def test_it_says_what_the_node_does(tmp_path, fields, doing):
     assert StatusWriter(node).write().doing == doing
     assert StatusWriter(node).write("has ended").doing == "has ended"
     node.member.stopping = True
-    assert StatusWriter(node).write().doing == "is leaving"
+    assert StatusWriter(node).write().doing == "is leaving: saves step 7"
 
 
 def test_it_marks_a_member_that_sends_the_same_updates(tmp_path):

@@ -11,6 +11,7 @@ from farflock.node.errors import FarflockError, RefusedByRun, Usage
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.run.head import (
+    MAX_LIST_BYTES,
     PROTOCOL,
     BadHead,
     Head,
@@ -513,7 +514,9 @@ def test_a_head_comes_back_from_its_sealed_form(head):
 
 
 def test_the_largest_head_fits_its_limit():
-    largest = Head("f" * 64, IDENTITY.peer, bytes(32), 2**20, 2**31)
+    largest = Head(
+        "f" * 64, IDENTITY.peer, bytes(32), 2**20, 2**31, 2**31, bytes(32), MAX_LIST_BYTES
+    )
     assert len(seal_head(IDENTITY, largest)) <= MAX_HEAD_BYTES
 
 
@@ -544,9 +547,9 @@ def test_every_changed_byte_and_every_cut_of_a_head_is_found(head):
 
 
 def test_a_head_without_a_protocol_is_of_this_one_and_one_with_more_fields_is_still_read(head):
-    *fields, protocol = msgspec.structs.astuple(head)
+    *fields, protocol, listed, size = msgspec.structs.astuple(head)
     assert protocol == PROTOCOL
-    for shown in (fields, [*fields, PROTOCOL, "and more"]):
+    for shown in (fields, [*fields, PROTOCOL, listed, size, "and more"]):
         body = msgspec.msgpack.encode(shown)
         assert unseal_head(IDENTITY.sign(b"head", body) + body) == head
 

@@ -157,6 +157,21 @@ def test_a_peer_that_ends_by_itself_is_a_violation_though_it_is_replaced():
     assert ["out of order" in violation for violation in disaster.watch.violations] == [True]
 
 
+def test_what_interrupts_a_peer_from_outside_ends_the_seed_and_is_no_violation_of_it():
+    class TimeLimit(BaseException):
+        pass
+
+    async def main(disaster):
+        async def strike(work):
+            raise TimeLimit
+
+        disaster.population.lives[1].loop.train = strike
+        await asyncio.sleep(30)
+
+    with pytest.raises(TimeLimit):
+        until_all_are_in(EXACT, main)
+
+
 def test_peers_that_do_not_come_in_are_a_violation():
     async def main(disaster):
         disaster.population.lives[1].loop.stop()

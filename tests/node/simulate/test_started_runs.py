@@ -141,7 +141,7 @@ def test_servers_of_stages_get_their_first_weights_from_the_founder(tmp_path, fo
 
 def test_a_stage_without_its_first_weights_does_not_begin_with_others(tmp_path, monkeypatch):
     monkeypatch.setattr("farflock.node.pipeline.node.serve_first", lambda *known: None)
-    monkeypatch.setattr("farflock.node.pipeline.lifecycle.first_weights.FIRST_TIMEOUT_S", 10.0)
+    monkeypatch.setattr("farflock.swarm.peer.snapshots.UNVERIFIED_S", 10.0)
     parts = PeerRole(0, trains=True), PeerRole(1)
     _, tale, ended = staged(tmp_path, parts, limit_s=60.0)
     assert not ended

@@ -10,7 +10,9 @@ import safetensors.torch
 import torch
 
 from farflock.node.state import cut as cuts
+from farflock.node.state import spool
 from farflock.node.state.cut import raw
+from farflock.node.state.kept_chunks import DownloadFolder
 from farflock.node.state.spool import tensors_of
 from farflock.node.train import microbatch_ids as notes
 from farflock.node.train.driver import RunPosition
@@ -30,6 +32,7 @@ from farflock.swarm.compute import inline
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 from farflock.swarm.protocol.views import Certified, Member, View
 from farflock.swarm.roles import NOTHING
+from farflock.swarm.sim.network import LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 
 INEXACT = [name for name, method in sorted(METHODS.items()) if method.equality != "exact"]
@@ -247,6 +250,56 @@ def test_a_node_that_is_offered_nothing_but_lies_gives_up_in_time_and_keeps_its_
     before, after, time_s = run_virtual(main())
     assert before == after
     assert time_s < 60
+
+
+@pytest.mark.parametrize(("lives", "loss"), [((60.0, None), 0.0), ((None,), 0.05)])
+def test_a_newcomer_that_is_restarted_at_a_slow_line_or_loses_frames_fetches_what_is_missing(
+    bench, text, tmp_path, monkeypatch, lives, loss
+):
+    """Frames stand for many times their bytes: a state of dozens of MB at 0.2 MB/s."""
+    monkeypatch.setattr(spool, "CHUNK_BYTES", 4096)
+    made, times, fetched = bench(text, "diloco", peers=2), [], []
+
+    def life(peer):
+        peer.snapshots.kept = DownloadFolder(tmp_path / "download").of
+        fetch = peer.context.chunks.fetch
+
+        async def counted(digest, size, *rest, **options):
+            came = await fetch(digest, size, *rest, **options)
+            fetched.extend([digest] if came and size == 4096 else [])
+            return came
+
+        peer.context.chunks.fetch = counted
+        return made.node(peer)
+
+    async def main():
+        network = made.network
+        network.line_bytes = lambda frame: 300 * len(frame)
+        async with made.peer(0).running() as founder:
+            first = made.node(founder)
+            replica = first.loop.driver.replica
+            replica.write({name: torch.rand(x) for name, x in replica.shapes.items()}, "param")
+            first.found()
+            line = LinkModel(down_bytes_per_s=200_000.0, loss=loss)
+            network.set_link(made.identities[1].peer, line)
+            for number, seconds in enumerate(lives):
+                async with made.peer(1, 1 + number).running() as newcomer:
+                    node = life(newcomer)
+                    joining = asyncio.create_task(node.join([made.record(0)], 20.0))
+                    began_s = asyncio.get_running_loop().time()
+                    await asyncio.wait([joining], timeout=seconds)
+                    times.append(asyncio.get_running_loop().time() - began_s)
+                    assert joining.done() == (seconds is None)
+                    joining.cancel()
+            drivers = [each.loop.driver for each in (first, node)]
+            assert same(*(driver.method.snapshot(driver.replica) for driver in drivers))
+            return founder.context.chunks.server.sent_bytes
+
+    sent_bytes = run_virtual(main())
+    assert sum(times) > 120.0
+    under_way = 7 * (len(lives) - 1)  # chunks of the life that ended
+    assert sent_bytes < 1.2 * 4096 * (len(fetched) + under_way)
+    assert len(fetched) == len(set(fetched)) > 10
 
 
 # A snapshot is of one moment.

@@ -7,103 +7,37 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from worlds.switchboard import Spawner
+from worlds.chunk_net import (
+    GENESIS,
+    MEMBERS,
+    NAME,
+    SnapshotPeer,
+    SnapshotWorld,
+    in_a_world,
+    snapshot,
+)
 from worlds.waiting import now
 
-from farflock.swarm.chunk_store import Store
-from farflock.swarm.frame import unpack
 from farflock.swarm.messages import MAX_CHUNK_BYTES, StateOffer, StateQuery
-from farflock.swarm.peer import snapshots
-from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer import state_download
 from farflock.swarm.peer.snapshots import (
     ASK_EVERY_S,
     KEEP_ROUNDS,
     KEEP_S,
     MAX_ASKERS,
     MAX_DISTRUSTED,
+    SETTLE_S,
+    Snapshot,
+)
+from farflock.swarm.peer.state_download import (
     MAX_LISTINGS,
     PARALLEL,
-    SETTLE_S,
     Listing,
-    Snapshot,
-    Snapshots,
     SnapshotUnavailable,
 )
-from farflock.swarm.protocol.views import Certified, Chain, Member, View, genesis
-from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
+from farflock.swarm.protocol.views import Certified, Chain, Member, View
+from farflock.swarm.sim.network import Faults, LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
-
-NAME = "state"
-MEMBERS = ("a", "b", "c", "d", "e")
-GENESIS = genesis("run", Member("a", 1))
-
-
-def snapshot(number=7, flavour=b"true", chunks=3, size=100_000):
-    parts = tuple(flavour + bytes([part]) * size for part in range(chunks))
-    return Snapshot(number, flavour.ljust(32, b"."), 10 * max(number, 0), parts)
-
-
-class Peer:
-    """One peer's snapshots on the network, with the loop that feeds them."""
-
-    def __init__(self, world, name, budget_bytes=2**30):
-        self.name, self.world = name, world
-        links, self.store = world.network.links(name), Store(budget_bytes)
-        self.context = PeerContext("run", 0, 1, links, self.store, world.spawn)
-        self.context.chain = Chain("run", [Certified(GENESIS)])
-        self.snapshots = Snapshots(
-            self.context, lambda stage: [peer for peer in world.asked(stage) if peer != name]
-        )
-        self.built = 0
-        world.spawn(self.receive(links))
-
-    async def receive(self, links):
-        while True:
-            sender, packed = await links.receive()
-            frame = unpack(packed)
-            if isinstance(frame.message, StateQuery | StateOffer):
-                self.snapshots.receive(sender, frame.message)
-            else:
-                self.context.chunks.receive(sender, frame.message, frame.body)
-
-    def serve(self, what, build_s=0.0):
-        async def provide():
-            await asyncio.sleep(build_s)
-            self.built += 1
-            return what
-
-        self.snapshots.serve(NAME, provide)
-        return self
-
-    async def fetch(self, timeout_s=30.0, **options):
-        return await self.snapshots.fetch(NAME, timeout_s, **options)
-
-
-class SnapshotWorld(Spawner):
-    def __init__(self):
-        super().__init__()
-        self.network = SimNetwork(1)
-        self.members = MEMBERS
-        self.asked = lambda stage: self.members  # which members serve a stage
-        self.joiner = Peer(self, "joiner")
-
-    def peer(self, name):
-        return Peer(self, name)
-
-
-def in_a_world(main):
-    """Run a test `main(world)` in virtual time."""
-
-    def test():
-        async def whole():
-            world = SnapshotWorld()
-            await main(world)
-            assert not world.failures
-
-        run_virtual(whole())
-
-    return test
-
 
 # Which state.
 
@@ -247,7 +181,7 @@ async def test_a_peer_that_changes_branch_while_offers_come_in_begins_again(worl
 @in_a_world
 async def test_a_large_snapshot_has_listings_of_listings(world):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshots, "MAX_LISTED", 4)
+        patch.setattr(state_download, "MAX_LISTED", 4)
         for name in "ab":
             world.peer(name).serve(snapshot(chunks=10, size=1000))
         assert await world.joiner.fetch() == snapshot(chunks=10, size=1000)
@@ -382,11 +316,11 @@ async def test_the_list_of_the_distrusted_is_bounded(world):
 
 
 @in_a_world
-async def test_progress_counts_up_to_all_chunks(world):
+async def test_progress_counts_up_to_all_bytes(world):
     world.peer("a").serve(snapshot(chunks=5))
     heard = []
     await world.joiner.fetch(progress=lambda here, total: heard.append((here, total)))
-    assert heard == [(here, 5) for here in range(1, 6)]
+    assert heard == [(here * 100_004, 5 * 100_004) for here in range(1, 6)]
 
 
 @in_a_world
@@ -394,7 +328,7 @@ async def test_a_snapshot_is_built_once_for_all_that_ask_meanwhile(
     world,
 ):
     host = world.peer("a").serve(snapshot(), build_s=3.0)
-    joiners = [Peer(world, f"joiner {number}") for number in range(4)]
+    joiners = [SnapshotPeer(world, f"joiner {number}") for number in range(4)]
     assert await asyncio.gather(*(joiner.fetch() for joiner in joiners)) == [snapshot()] * 4
     assert host.built == 1
     assert now() < 6.0
@@ -435,7 +369,7 @@ async def test_a_question_that_is_overtaken_by_withdrawing_is_not_answered(world
 
 @in_a_world
 async def test_an_older_snapshot_is_let_go_when_a_newer_one_is_served(world):
-    host = Peer(world, "a", budget_bytes=0)
+    host = SnapshotPeer(world, "a", budget_bytes=0)
     host.serve(snapshot(1, b"one"))
     assert await world.joiner.fetch() == snapshot(1, b"one")
     first_bytes = host.store.size_bytes
@@ -452,7 +386,7 @@ async def test_an_older_snapshot_is_let_go_when_a_newer_one_is_served(world):
 async def test_a_later_question_gets_the_snapshot_in_download_until_it_is_too_old(
     world,
 ):
-    host, states = Peer(world, "a", budget_bytes=0), iter(range(100))
+    host, states = SnapshotPeer(world, "a", budget_bytes=0), iter(range(100))
 
     async def provide():
         return snapshot(next(states), b"some")
@@ -474,7 +408,7 @@ async def test_a_later_question_gets_the_snapshot_in_download_until_it_is_too_ol
 
 @in_a_world
 async def test_a_snapshot_with_a_version_is_made_anew_when_that_changes_and_only_then(world):
-    host, states, version = Peer(world, "a", budget_bytes=0), iter(range(100)), 7
+    host, states, version = SnapshotPeer(world, "a", budget_bytes=0), iter(range(100)), 7
 
     async def provide():
         return snapshot(next(states), b"some")
@@ -493,7 +427,7 @@ async def test_a_snapshot_with_a_version_is_made_anew_when_that_changes_and_only
 
 @in_a_world
 async def test_a_snapshot_that_is_larger_than_it_can_be_is_not_begun(world):
-    host, joiner = world.peer("a").serve(snapshot()), Peer(world, "another")
+    host, joiner = world.peer("a").serve(snapshot()), SnapshotPeer(world, "another")
     total = sum(map(len, snapshot().chunks))
     with pytest.raises(SnapshotUnavailable):
         await joiner.fetch(timeout_s=5.0, max_bytes=total - 1)
@@ -504,12 +438,12 @@ async def test_a_snapshot_that_is_larger_than_it_can_be_is_not_begun(world):
 
 @in_a_world
 async def test_a_peer_whose_download_is_no_longer_held_asks_for_a_newer_one(world):
-    host = Peer(world, "a", budget_bytes=0).serve(snapshot(1, b"one", size=3_000_000))
+    host = SnapshotPeer(world, "a", budget_bytes=0).serve(snapshot(1, b"one", size=3_000_000))
     download = asyncio.create_task(world.joiner.fetch(timeout_s=300.0))
     while not world.joiner.context.chunks.fetching_bytes:  # noqa: ASYNC110 - until it has begun
         await asyncio.sleep(0.01)
     host.serve(snapshot(2, b"two"))
-    await Peer(world, "b").fetch()
+    await SnapshotPeer(world, "b").fetch()
     assert await download == snapshot(2, b"two")
     assert now() < 20.0
 
@@ -518,7 +452,7 @@ async def test_a_peer_whose_download_is_no_longer_held_asks_for_a_newer_one(worl
 async def test_nothing_stays_in_the_joiner_s_store_however_much_room_it_has(world):
     world.peer("a").serve(snapshot())
     for name, budget_bytes in (("another", 0), ("a third", 2**30)):
-        joiner = Peer(world, name, budget_bytes)
+        joiner = SnapshotPeer(world, name, budget_bytes)
         assert await joiner.fetch() == snapshot()
         assert joiner.store.size_bytes == 0
 
@@ -565,7 +499,7 @@ async def test_equal_chunks_are_fetched_once(world):
     found = await world.joiner.fetch(progress=lambda here, total: counts.append((here, total)))
     assert found == alike
     assert sorted(fetched[1:]) == [9, 50_000]
-    assert counts[-1] == (4, 4)
+    assert counts[-1] == (150_009, 150_009)
 
 
 @in_a_world

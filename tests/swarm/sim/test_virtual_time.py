@@ -1,6 +1,7 @@
 """Virtual time: everything happens in order, without waiting, and what would hang is an error."""
 
 import asyncio
+import gc
 
 import pytest
 from worlds.waiting import now
@@ -93,6 +94,103 @@ def test_what_main_returns_or_raises_comes_out():
     assert run_virtual(give()) == "result"
     with pytest.raises(KeyError, match="ours"):
         run_virtual(fail())
+
+
+class Interruption(BaseException):
+    """Raised from outside wherever the program is, as by the time limit of a test."""
+
+
+async def interrupted():
+    await asyncio.sleep(2)
+    raise Interruption
+
+
+async def gathered():
+    await asyncio.gather(interrupted(), return_exceptions=True)
+
+
+def in_a_callback():
+    def strike():
+        raise Interruption
+
+    asyncio.get_running_loop().call_later(2, strike)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda: asyncio.create_task(interrupted()),
+        lambda: asyncio.create_task(gathered()),
+        in_a_callback,
+    ],
+    ids=["task", "gathered task", "callback"],
+)
+def test_what_interrupts_anything_ends_the_run_at_once_and_cancels_the_others(begin):
+    ended = []
+
+    async def lasting():
+        try:
+            await asyncio.sleep(1e9)
+        finally:
+            ended.append(now())
+
+    async def interrupted_while_it_ends():
+        try:
+            await asyncio.sleep(1e9)
+        finally:
+            raise Interruption
+
+    async def main():
+        others = (lasting(), interrupted_while_it_ends())
+        kept = begin(), *map(asyncio.create_task, others)
+        await asyncio.sleep(1e6)
+        return kept
+
+    with pytest.raises(Interruption):
+        run_virtual(main())
+    assert ended == [2.0]
+
+
+def test_what_ended_main_is_told_though_another_task_then_hangs():
+    async def hang():
+        raise Deadlock  # as the loop does when a task waits on after its cancellation
+
+    async def main():
+        asyncio.get_running_loop().shutdown_asyncgens = hang
+        raise Interruption
+
+    with pytest.raises(Interruption):
+        run_virtual(main())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_ctrl_c_and_an_exit_in_any_task_end_the_run_too(error):
+    async def strike():
+        raise error
+
+    async def main():
+        task = asyncio.create_task(strike())
+        await asyncio.sleep(1e6)
+        return task
+
+    with pytest.raises(error):
+        run_virtual(main())
+
+
+def test_an_error_of_a_task_is_its_own_and_told_if_nobody_looks_at_it(caplog):
+    async def fail():
+        raise KeyError("ours")
+
+    async def main():
+        task = asyncio.create_task(fail())
+        await asyncio.sleep(1)
+        assert task.done()
+        del task
+        gc.collect()
+        return now()
+
+    assert run_virtual(main()) == 1.0
+    assert "exception was never retrieved" in caplog.text
 
 
 def test_a_wait_that_nothing_can_end_is_a_deadlock():
