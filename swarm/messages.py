@@ -362,7 +362,7 @@ class TermsQuery(_Message, frozen=True, tag="terms?"):
 
 class Terms(_Message, frozen=True, tag="terms"):
     """The run's head, which names its terms and which its founder has signed, and the records of
-    members, the sender's first (swarm/peer/introductions.py)."""
+    members, the sender's first (swarm/peer/admission.py)."""
 
     head: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HEAD_BYTES)]
     records: Annotated[tuple[SealedRecord, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]

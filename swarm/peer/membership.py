@@ -18,9 +18,8 @@ from farflock.swarm.messages import (
     ViewQuery,
     Views,
 )
-from farflock.swarm.peer.admission import Admission, RecordBook
+from farflock.swarm.peer.admission import Admission, Introductions, RecordBook
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.introductions import Introductions
 from farflock.swarm.peer.next_view import NextView
 from farflock.swarm.peer.view_sync import ViewSync
 from farflock.swarm.protocol import views
