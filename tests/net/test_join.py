@@ -200,7 +200,7 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
             name: theirs[name] for name in ("participants", "tokens", "status")
         }
     status = json.loads((tmp_path / "a" / "status.json").read_text())
-    assert status["doing"] == "has ended"
+    assert status["doing"].startswith("has ended: the checkpoint is in ")
     assert sum(entry["sent_bytes"] for entry in contributions["a"]) <= status["sent_bytes"]
     assert min(entry["sent_bytes"] for entry in together["a"].values()) > 0
     assert sum(status["rounds"].values()) == len(contributions["a"])
