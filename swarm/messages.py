@@ -23,6 +23,7 @@ MAX_HOLDERS = 3  # of one payload, named in a call
 MAX_LEFT_IDS = 256  # in one message that renews what was left
 MAX_CODECS = 16  # readable by one peer
 MAX_RECORD_BYTES = 4096
+MAX_HEAD_BYTES = 512  # of a run, with its signature (node/run/head.py)
 MAX_STAGES = 1024
 MAX_LOSS = 1e6  # in nats a token or bits a byte
 MAX_EVALUATIONS = 256  # that a peer keeps, and that one message has
@@ -31,6 +32,7 @@ MAX_HELD_CHUNKS = 1 << 16  # of data that one answer speaks of
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
+SealedRecord = Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Name = Annotated[str, msgspec.Meta(max_length=64)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNK_BYTES)]
@@ -347,11 +349,23 @@ class Views(_Message, frozen=True, tag="views"):
 class Join(_Message, frozen=True, tag="join"):
     """A request to be admitted to the next view."""
 
-    record: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
+    record: SealedRecord
 
 
 class Leave(_Message, frozen=True, tag="leave"):
     """A goodbye: the next view must not contain the sender."""
+
+
+class TermsQuery(_Message, frozen=True, tag="terms?"):
+    """A newcomer's request for what it must know of the run, which has only an invite yet."""
+
+
+class Terms(_Message, frozen=True, tag="terms"):
+    """The run's head, which names its terms and which its founder has signed, and the records of
+    members, the sender's first (swarm/peer/admission.py)."""
+
+    head: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HEAD_BYTES)]
+    records: Annotated[tuple[SealedRecord, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
 
 
 class StateQuery(_Message, frozen=True, tag="state?"):
@@ -504,6 +518,7 @@ PaxosMessage = Prepare | Promise | Propose | Accepted | Rejected | Decided
 LogMessage = LogQuery | Forgotten
 PairMessage = PairPropose | PairAccept | PairRefuse | PairHave | PairCommit | PairAbort
 ViewMessage = ViewQuery | Views | Join | Leave
+IntroductionMessage = TermsQuery | Terms
 SnapshotMessage = StateQuery | StateOffer
 EvaluationMessage = EvaluationQuery | Evaluated | Measuring
 TimeMessage = Ping | Pong
@@ -527,4 +542,5 @@ Message = (
     | Reads
     | DataMessage
     | BranchMessage
+    | IntroductionMessage
 )

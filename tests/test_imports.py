@@ -128,6 +128,12 @@ def test_swarm_knows_no_tensor_in_a_fresh_interpreter():
 
 
 @pytest.mark.net
+def test_a_run_is_shown_without_torch_and_its_directory_waits_until_it_is_asked():
+    imported = modules_after("import farflock.node.process.inspect_run")
+    assert not imported & {"torch", "numpy", "hivemind"}
+
+
+@pytest.mark.net
 def test_compression_and_optimizers_stand_without_the_swarm():
     every = "from farflock.optimizers.catalog import METHODS; list(METHODS.values())"
     imported = modules_after(f"import farflock.compression.catalog; {every}")

@@ -33,6 +33,7 @@ BENCHMARKS = {
     "whole": "farflock.experiments.bench.whole",
     "checkpoint": "farflock.experiments.bench.checkpoint",
     "idle": "farflock.experiments.bench.idle",
+    "start": "farflock.experiments.bench.start",
     "pipeline": "farflock.experiments.bench.pipeline",
     "data": "farflock.experiments.bench.data",
     "generate": "farflock.experiments.bench.generate",
@@ -175,8 +176,9 @@ def command(
     but gpu.
 
     NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, whole,
-    checkpoint, idle, pipeline, data, generate, gpu, or one metric such as codec.int8. `farflock
-    bench quality` takes hours and has its own options: see `farflock bench quality --help`.
+    checkpoint, idle, start, pipeline, data, generate, gpu, or one metric such as codec.int8.
+    `farflock bench quality` takes hours and has its own options: see `farflock bench quality
+    --help`.
 
     Each line is one JSON object: metric, value, yardstick (the baseline; its runs alternate with
     those of the metric), ratio, n, load (of the machine, per core; above 1 the numbers are noisy),

@@ -1,45 +1,45 @@
 """A run as a peer knows it before it takes part: made by its founder, or learned by an invite.
 
-Terms that were learned are those of the invite: their hash is the run's id. The directory only
-introduces members, which send the terms.
+Terms that were learned are those of the invite: their hash is the run's id (node/assembly/learnt.py
+asks members for them).
 """
 
-import asyncio
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from farflock.node.assembly.learnt import (
+    FETCH_TIMEOUT_S,
+    LEARN_TIMEOUT_S,
+    LearntTerms,
+    known_members,
+    learn_terms,
+)
 from farflock.node.assembly.peer_world import PeerWorld
 from farflock.node.errors import RefusedByRun
+from farflock.node.run.head import Head, seal_head, unseal_head
 from farflock.node.run.invite import Invite
-from farflock.node.run.manifest import Head, Manifest, parse, seal_head, unseal_head
+from farflock.node.run.manifest import Manifest, parse
 from farflock.node.run.model_section import ModelKind, ModelSection
-from farflock.node.run.sections import require_same_protocol
 from farflock.swarm.chunk_store import digest_of
+from farflock.swarm.contact import Contact
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.peer.bootstrap import fetch_chunk
 from farflock.swarm.peer.peer import RunTerms
-from farflock.swarm.record import BadRecord, unseal
-
-LEARN_TIMEOUT_S = 120.0
-FETCH_TIMEOUT_S = 20.0
-LOOK_EVERY_S = 0.5
-MAX_TERMS_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class KnownRun:
     """A run's id and founder, its verified manifest, and the head with which the founder signed it.
 
-    A joiner also has `records` of members, and the `addresses` by which it found them."""
+    A joiner also has `records` of members, and the `contacts` by which it found them."""
 
     run: str
     founder: PeerId
     manifest: Manifest
     head: bytes
     records: Sequence[bytes] = ()
-    addresses: tuple[str, ...] = ()
+    contacts: tuple[Contact, ...] = ()
 
     @property
     def terms(self) -> RunTerms:
@@ -66,32 +66,23 @@ async def learn_run(
     timeout_s: float = LEARN_TIMEOUT_S,
     model: ModelKind = ModelSection,
 ) -> KnownRun:
-    """Return the run of an invite, verified against it; raise `RefusedByRun` if no member answers,
-    or if the run's model is of another kind."""
-    links, directory = world.links, world.directory
-    assert directory is not None, "a directory introduces members"
-    run, now = invite.run, asyncio.get_running_loop().time
-    ends_s = now() + timeout_s
-    while now() < ends_s:
-        blobs = await directory.heads(run)
-        heads = {blob: head for blob in blobs if (head := _head_of(blob, invite))}
-        records = await directory.peers(run)
-        members = known_members(links, records, run)
-        if heads:
-            newest = max(heads, key=lambda blob: heads[blob].sequence)
-            require_same_protocol(heads[newest].protocol)
-        if heads and members:
-            digest, size = heads[newest].digest, heads[newest].size
-            raw = await fetch_chunk(links, run, digest, size, members, FETCH_TIMEOUT_S)
-            if raw is not None:
-                manifest = _verified(raw, invite, model)
-                return KnownRun(run, invite.founder, manifest, newest, records, invite.addresses)
-        await asyncio.sleep(LOOK_EVERY_S)
-    raise RefusedByRun(
-        f"run {run} cannot be joined",
-        f"none of its members answered within {timeout_s:.0f} s",
-        "check that a member is running, and ask for a new invite",
-    )
+    """Return the run of an invite, verified against it; raise what `learn_terms` raises, and
+    `RefusedByRun` if the run's model is of another kind."""
+    return read_run(await learn_terms(world, invite, timeout_s), model)
+
+
+def read_run(learnt: LearntTerms, model: ModelKind = ModelSection) -> KnownRun:
+    """Return a run whose terms were learned; raise `RefusedByRun` if they make no sense here, or if
+    the run's model is of another kind."""
+    manifest = parse(learnt.text, model)
+    if manifest.run_id(learnt.founder) != learnt.run:
+        raise RefusedByRun(
+            "the run's manifest is not in the form that is hashed",
+            "read and written again, it has another hash",
+            "tell the run's founder",
+        )
+    run, founder = learnt.run, learnt.founder
+    return KnownRun(run, founder, manifest, learnt.head, learnt.records, learnt.contacts)
 
 
 async def listed_by_members(links: Links, known: KnownRun, ours: bytes) -> bytes:
@@ -102,36 +93,3 @@ async def listed_by_members(links: Links, known: KnownRun, ours: bytes) -> bytes
         return b""
     wanted = (links, known.run, head.listed, head.listed_bytes, members)
     return await fetch_chunk(*wanted, FETCH_TIMEOUT_S) or b""
-
-
-def _verified(raw: bytes, invite: Invite, model: ModelKind) -> Manifest:
-    manifest = parse(raw, model)
-    if manifest.run_id(invite.founder) == invite.run:
-        return manifest
-    raise RefusedByRun(
-        "the members sent the manifest of another run",
-        "its hash does not match the invite",
-        "ask for a new invite",
-    )
-
-
-def _head_of(blob: bytes, invite: Invite) -> Head | None:
-    """Return a head signed by the run's founder, else None."""
-    try:
-        head = unseal_head(blob)
-    except ValueError:
-        return None
-    fits = (
-        head.run == invite.run and head.founder == invite.founder and head.size <= MAX_TERMS_BYTES
-    )
-    return head if fits else None
-
-
-def known_members(links: Links, records: Sequence[bytes], run: str) -> list[PeerId]:
-    """Pass records to the links and return their owners, but for this peer itself."""
-    owners = []
-    for blob in records:
-        with contextlib.suppress(BadRecord):
-            owners.append(unseal(blob, run).peer)
-            links.learn(blob)
-    return [owner for owner in owners if owner != links.me]

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from farflock.node.state.kept_chunks import DownloadFolder
 from farflock.node.state.paths import RunFolder
-from farflock.node.state.shelf import Shelf
 from farflock.swarm.compute import Compute, inline
 from farflock.swarm.directory import Directory
 from farflock.swarm.identity import Identity
@@ -68,6 +67,7 @@ class PeerWorld:
     clock: Clock = field(default_factory=Clock)
     workers: Workers = field(default_factory=Workers)
     files: Files = field(default_factory=Files)
+    trouble: Callable[[], str] = str  # what keeps the directory from this peer; empty: nothing
 
 
 def peer_over(world: PeerWorld, identity: Identity, terms: RunTerms) -> Peer:
@@ -85,6 +85,8 @@ def peer_over(world: PeerWorld, identity: Identity, terms: RunTerms) -> Peer:
     )
     peer.ticks.rests = world.clock.rests
     if files.folder is not None:
+        from farflock.node.state.shelf import Shelf  # late: with it comes torch
+
         peer.context.shelve = Shelf(files.folder.rounds, world.workers.files)
         peer.snapshots.kept = DownloadFolder(files.folder.download).of
     return peer

@@ -12,17 +12,17 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
-import msgspec
-
 from farflock.node.assembly.known_run import KnownRun
 from farflock.node.assembly.part import Part
 from farflock.node.assembly.peer_world import PeerWorld, peer_over
-from farflock.node.errors import Failure
-from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
+from farflock.node.errors import Failure, Usage
+from farflock.node.run.invite import MAX_MEMBERS, MAX_NAME_BYTES, Invite, mint, parse
 from farflock.node.state.kept_chunks import DownloadFolder
 from farflock.node.state.paths import RunFolder, write_whole
+from farflock.swarm.contact import Contact, contact_of
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.snapshots import DownloadProgress
+from farflock.swarm.record import unseal
 from farflock.swarm.tasks import cancel
 
 HEAD_EVERY_S = 60.0
@@ -94,37 +94,48 @@ class Session:
             await self.peer.part()
 
     def invite(self) -> str:
-        """Return an invite with this peer's address and those of others, since this one may have
-        none, or may stop; raise `Failure` if no address is known."""
-        directory = self.world.directory
-        own = () if directory is None else directory.addresses[:1]
-        addresses = (*own, *self._others())
-        if not addresses:
+        """Return an invite to this peer and to others, since this one may not be dialled, or may
+        stop; raise `Failure` if nobody is known that can be."""
+        members = (*self._own(), *self._others())
+        if not members:
             raise Failure(
                 "no invite can be made",
-                "this peer has no address that others could reach",
+                "this peer knows no member, itself included, that others could dial",
                 "get one from another member",
             )
-        return mint(self._invite(addresses))
+        return mint(self._invite(members))
 
-    def _others(self) -> tuple[str, ...]:
-        """Return one address of each other member that has any, followed by those used to join."""
+    def _own(self) -> list[Contact]:
+        """Return how to reach this peer, if it can be dialled."""
+        sealed, directory = self.peer.membership.book.mine, self.world.directory
+        doors = () if directory is None else directory.addresses
+        found = contact_of(unseal(sealed, self.known.run), doors) if sealed else None
+        return [] if found is None else [found]
+
+    def _others(self) -> list[Contact]:
+        """Return how to reach others: members first, then those by which this peer came."""
         # as a list, for a program may ask for an invite from its own thread
-        records = list(self.peer.membership.records.values())
-        others = [record for record in records if record.doors and record.peer != self.peer.me]
-        return (*(record.doors[0] for record in others), *self.known.addresses)
+        records, chain = list(self.peer.membership.records.values()), self.peer.context.chain
+        members = () if chain is None else chain.newest.peers
+        records.sort(key=lambda record: record.peer not in members)
+        found = [*map(contact_of, records), *self.known.contacts]
+        return [one for one in found if one is not None and one.peer != self.peer.me]
 
-    def _invite(self, addresses: Sequence[str]) -> Invite:
-        distinct = tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
+    def _invite(self, contacts: Sequence[Contact]) -> Invite:
+        """Return an invite to the first of these peers."""
+        distinct = {contact.peer: contact for contact in reversed(contacts)}
+        members = tuple(reversed(distinct.values()))[:MAX_MEMBERS]
         ends_s = self.world.clock.now_s() + INVITE_LASTS_S
         ends = math.ceil(ends_s / INVITE_ROUND_S) * INVITE_ROUND_S
-        return Invite(self.known.run, self.known.founder, distinct, ends)
+        name = self.known.manifest.run.name[:MAX_NAME_BYTES]
+        return Invite(self.known.run, self.known.founder, members, name, ends)
 
     # while a part is in
 
     def _stay(self) -> None:
         self._is_in = True
         self.peer.context.store.put(self.known.manifest.canonical(), "manifest")
+        self.peer.membership.introductions.head = self.known.head
         for helper in (self._publish(), self._remember(), self._forget_download()):
             self._helpers.append(asyncio.create_task(helper))
 
@@ -136,10 +147,10 @@ class Session:
             await asyncio.sleep(HEAD_EVERY_S)
 
     async def _remember(self) -> None:
-        """Keep the addresses of other members on disk for the next start."""
-        known: tuple[str, ...] = ()
+        """Keep on disk how to reach other members, for the next start."""
+        known: list[Contact] = []
         while self.world.files.folder is not None:
-            if (others := self._others()) and others != known:
+            if (others := self._others()[:MAX_MEMBERS]) and others != known:
                 with contextlib.suppress(OSError):  # a full disk must not end the node
                     AddressCache(self.world.files.folder).write(self._invite(others))
                     known = others
@@ -160,20 +171,20 @@ class AddressCache:
     """The last known addresses of members, by which a restarted node finds its run again even if
     some of them are gone.
 
-    They are in `doors.json` in the node's folder: the run, its founder, and up to
-    `MAX_ADDRESSES` addresses."""
+    They are in `members.txt` in the node's folder, as an invite."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._path = folder.path / "doors.json"
+        self._path = folder.path / "members.txt"
 
     def write(self, invite: Invite) -> None:
         """Store an invite."""
-        write_whole(self._path, msgspec.json.encode(msgspec.structs.astuple(invite)))
+        write_whole(self._path, mint(invite).encode())
 
     def read(self, run: str) -> Invite | None:
-        """Return the invite stored for this run, or None if there is none or it cannot be read."""
+        """Return the invite stored for this run, however old, or None if there is none or it cannot
+        be read."""
         try:
-            invite = msgspec.json.decode(self._path.read_bytes(), type=Invite)
-        except (OSError, msgspec.MsgspecError):
+            invite = parse(self._path.read_text(), 0.0)
+        except (OSError, ValueError, Usage):
             return None
         return invite if invite.run == run else None

@@ -1,7 +1,7 @@
 """An optimizer's entry point over the real network: it starts a run, or joins that of an invite.
 
 It does for optimizers what node/process/node_process.py does for nodes, but in a background
-thread. Importing this module loads the directory, and with it hivemind."""
+thread."""
 
 import contextlib
 import tempfile
@@ -11,18 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from farflock.node.assembly.known_run import learn_run, listed_by_members, own_run
+from farflock.node.assembly.own_world import identity_of, require_startable
 from farflock.node.assembly.session import Session
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.forked import closed_in_forks
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
 from farflock.node.process.freed import trimmed
 from farflock.node.process.host import require_host
-from farflock.node.process.network import (
-    MachineOptions,
-    identity_of,
-    network,
-    require_startable,
-)
+from farflock.node.process.network import MachineOptions, network
 from farflock.node.run.invite import Invite, parse
 from farflock.node.run.manifest import Manifest
 from farflock.node.run.model_section import UserModel
@@ -88,8 +84,8 @@ class NetworkEntryPoint:
             kept.callback(state.close)
             starts = isinstance(way, Manifest)
             run = way.run_id(identity.peer) if isinstance(way, Manifest) else way.run
-            addresses = () if isinstance(way, Manifest) else way.addresses
-            async with network(machine, identity, run, addresses) as (world, links):
+            contacts = () if isinstance(way, Manifest) else way.members
+            async with network(machine, identity, run, contacts) as (world, links):
                 if isinstance(way, Manifest):
                     known = own_run(identity, way, join_request.listed)
                 else:

@@ -8,10 +8,18 @@ from functools import partial
 
 import msgspec
 
+from farflock.node.assembly.known_run import read_run
+from farflock.node.assembly.learnt import known_members
 from farflock.node.data.excerpts import EXCERPTS, document_around, drawn_places, shown
 from farflock.node.data.local_shards import LocalShards
 from farflock.node.data.shard_cache import CacheFull, ShardNeeds
-from farflock.node.process.run_data import RunData
+from farflock.node.process.inspect_run import visiting_run
+from farflock.node.process.network import MachineOptions
+from farflock.node.process.run_data import RunData, fetch_data
+from farflock.node.process.run_text import fetch_tokenizer
+from farflock.node.run.data_section import tokenizer_of
+from farflock.node.run.invite import Invite
+from farflock.node.run.manifest import Manifest
 from farflock.node.tokens.tokenizer import TokenIds, Tokenizer
 from farflock.swarm.compute import Worker
 from farflock.swarm.links import Links, PeerId
@@ -27,6 +35,36 @@ class Excerpt(msgspec.Struct, frozen=True):
     root: str
     shard: str
     text: str
+
+
+async def fetch_plan(
+    machine: MachineOptions, invite: Invite, timeout_s: float
+) -> tuple[Manifest, RunData | None]:
+    """Return the verified manifest of an invite's run, and what is known of its prepared data,
+    whose index is fetched; raise `RefusedByRun` if no member has that."""
+    async with visiting_run(invite, timeout_s) as visit:
+        manifest, links = read_run(visit.learnt).manifest, visit.world.links
+        members = known_members(links, visit.learnt.records, invite.run)
+        data = await fetch_data(links, invite.run, manifest.data, members, machine)
+        if data is not None:
+            data.close()  # it is lent to nobody
+        return manifest, data
+
+
+async def look_at_data(
+    machine: MachineOptions, invite: Invite, timeout_s: float, seed: int
+) -> tuple[Manifest, RunData | None, list[Excerpt]]:
+    """Return the same, and a few documents of the data, drawn by the seed."""
+    async with visiting_run(invite, timeout_s) as visit:
+        manifest, links, run = read_run(visit.learnt).manifest, visit.world.links, invite.run
+        members = known_members(links, visit.learnt.records, run)
+        data = await fetch_data(links, run, manifest.data, members, machine)
+        if data is None:
+            return manifest, None, []
+        data.close()
+        await fetch_tokenizer(links, run, manifest.data, members)
+        tokenizer = tokenizer_of(manifest.data)
+        return manifest, data, await read_excerpts(links, run, data, members, tokenizer, seed)
 
 
 async def read_excerpts(

@@ -1,6 +1,7 @@
-"""A run seen from outside: its manifest, its newest view, and which members answer.
+"""A run seen from outside: its terms, its newest view, and which members answer.
 
-The inspecting peer uses a throwaway identity, cannot be dialled, publishes nothing and never joins.
+The one who looks has a throwaway identity, cannot be dialled, publishes nothing and never joins.
+Nothing here needs torch, so that a look takes no longer than the members do.
 """
 
 import asyncio
@@ -13,24 +14,45 @@ from pathlib import Path
 
 import msgspec
 
-from farflock.node.assembly.known_run import known_members, learn_run
-from farflock.node.assembly.session import Session
-from farflock.node.process.data_look import Excerpt, read_excerpts
-from farflock.node.process.network import MachineOptions, identity_of, network
-from farflock.node.process.run_data import RunData, fetch_data
-from farflock.node.process.run_text import fetch_tokenizer
+from farflock.node.assembly.learnt import LearntTerms, ShownTerms, learn_terms, shown
+from farflock.node.assembly.own_world import Listening, identity_of, open_world
+from farflock.node.assembly.peer_world import Files, PeerWorld, peer_over
 from farflock.node.process.status import EvaluationStatus, watched
-from farflock.node.run.data_section import tokenizer_of
 from farflock.node.run.invite import Invite
-from farflock.node.run.manifest import Manifest
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.evaluation_watch import EvaluationWatch
-from farflock.node.train.run_size import is_paired
-from farflock.swarm.links import Links, PeerId
+from farflock.swarm.identity import Identity
+from farflock.swarm.links import Links
 from farflock.swarm.peer.peer import Peer
 
 ANSWER_TIMEOUT_S = 5.0  # for members to show that they are alive
-POLL_S = 0.1
+POLL_S = 0.02
+PAIRED = ("noloco",)  # methods whose members have weights of their own
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunVisit:
+    """A visitor in a run: its world, its identity, and what members told it."""
+
+    world: PeerWorld
+    identity: Identity
+    learnt: LearntTerms
+
+
+@contextlib.asynccontextmanager
+async def visiting_run(
+    invite: Invite, timeout_s: float, directory: bool = True
+) -> AsyncIterator[RunVisit]:
+    """Visit an invite's run while the block runs; raise what `learn_terms` raises. Members that the
+    invite does not name are asked if there is a `directory`."""
+    with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
+        folder, where = RunFolder(Path(passing)), Listening(client_mode=True)
+        identity = identity_of(folder)
+        async with open_world(folder, where, identity, invite.run, invite.members) as (world, _):
+            # nothing is published or kept
+            unseen = dataclasses.replace(world, directory=None, files=Files())
+            learnt = await learn_terms(world if directory else unseen, invite, timeout_s)
+            yield RunVisit(unseen, identity, learnt)
 
 
 class MemberInspection(msgspec.Struct, frozen=True):
@@ -44,77 +66,44 @@ class MemberInspection(msgspec.Struct, frozen=True):
 
 
 class RunInspection(msgspec.Struct, frozen=True):
-    """The facts about a run that are visible from outside. `branch` names the newest view's
-    branch; None is the main line. `evaluation` is what one member says of the newest one."""
+    """The facts about a run that are visible from outside; `manifest` is its text. `branch` names
+    the newest view's branch; None is the main line. `evaluation` is what one member says of the
+    newest one."""
 
-    manifest: Manifest
+    manifest: str
+    terms: ShownTerms
     view: int
     branch: str | None
     members: tuple[MemberInspection, ...]
     evaluation: EvaluationStatus | None = None
 
 
-async def fetch_plan(
-    machine: MachineOptions, invite: Invite, timeout_s: float
-) -> tuple[Manifest, RunData | None]:
-    """Return the verified manifest of an invite's run, and what is known of its prepared data,
-    whose index is fetched; raise `RefusedByRun` if no member has that."""
-    async with _visiting(machine, invite, timeout_s) as (session, members):
-        manifest = session.known.manifest
-        data = await fetch_data(session.world.links, invite.run, manifest.data, members, machine)
-        if data is not None:
-            data.close()  # it is lent to nobody
-        return manifest, data
+async def inspect_run(invite: Invite, timeout_s: float) -> RunInspection:
+    """Return the terms and the members of the newest view; raise `RefusedByRun` or `TimeoutError`
+    if no member answers in time."""
+    async with visiting_run(invite, timeout_s) as visit:
+        links, learnt, terms = visit.world.links, visit.learnt, shown(visit.learnt)
+        peer = peer_over(visit.world, visit.identity, terms.for_peers(invite.run))
+        async with peer.running():
+            await peer.meet(learnt.records, timeout_s)
+            await _heard(peer, links)
+            sight = _sight(peer, links, learnt, terms)
+            return msgspec.structs.replace(sight, evaluation=await _evaluation(peer, sight))
 
 
-async def look_at_data(
-    machine: MachineOptions, invite: Invite, timeout_s: float, seed: int
-) -> tuple[Manifest, RunData | None, list[Excerpt]]:
-    """Return the same, and a few documents of the data, drawn by the seed."""
-    async with _visiting(machine, invite, timeout_s) as (session, members):
-        links, run, manifest = session.world.links, invite.run, session.known.manifest
-        data = await fetch_data(links, run, manifest.data, members, machine)
-        if data is None:
-            return manifest, None, []
-        data.close()
-        await fetch_tokenizer(links, run, manifest.data, members)
-        tokenizer = tokenizer_of(manifest.data)
-        return manifest, data, await read_excerpts(links, run, data, members, tokenizer, seed)
-
-
-@contextlib.asynccontextmanager
-async def _visiting(
-    machine: MachineOptions, invite: Invite, timeout_s: float
-) -> AsyncIterator[tuple[Session, list[PeerId]]]:
-    """Yield a session in an invite's run, not running yet, which a throwaway identity has, and the
-    run's members."""
-    with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
-        folder, run = RunFolder(Path(passing)), invite.run
-        visitor = dataclasses.replace(machine, folder=folder, client_mode=True)
-        identity = identity_of(folder)
-        async with network(visitor, identity, run, invite.addresses) as (world, links):
-            known = await learn_run(world, invite, timeout_s)
-            unseen = dataclasses.replace(world, directory=None)  # nothing is published
-            members = known_members(links, known.records, run)
-            yield Session(unseen, identity, known), members
-
-
-async def inspect_run(machine: MachineOptions, invite: Invite, timeout_s: float) -> RunInspection:
-    """Return the manifest and the members of the newest view; raise `Refused` or `TimeoutError` if
-    no member answers in time."""
-    async with _visiting(machine, invite, timeout_s) as (session, _), session.running():
-        await session.watch(timeout_s)
-        peer, links = session.peer, session.world.links
-        await _heard(peer, links)
-        sight = _sight(peer, links, session.known.manifest)
-        return msgspec.structs.replace(sight, evaluation=await _evaluation(peer, sight))
+async def show_run(invite: Invite, timeout_s: float) -> str:
+    """Return an invite's run in a line: its name, method, size, and how many members are known;
+    raise `RefusedByRun` if none of those that the invite names answers."""
+    async with visiting_run(invite, timeout_s, directory=False) as visit:
+        return f"{shown(visit.learnt).said()}; members: {len(visit.learnt.records)}"
 
 
 async def _heard(peer: Peer, links: Links) -> None:
-    """Wait until every member has answered, but at most `ANSWER_TIMEOUT_S`."""
+    """Wait until every member has answered, and its round trip is known, but at most
+    `ANSWER_TIMEOUT_S`."""
     ends_s = time.monotonic() + ANSWER_TIMEOUT_S
     while time.monotonic() < ends_s:
-        if all(links.life(member) == "alive" for member in peer.context.views.newest.peers):
+        if all(links.rtt_s(member) is not None for member in peer.context.views.newest.peers):
             return
         await asyncio.sleep(POLL_S)
 
@@ -126,11 +115,11 @@ async def _evaluation(peer: Peer, sight: RunInspection) -> EvaluationStatus | No
         peer.evaluations.look_on(member.peer)
         while time.monotonic() < ends_s and not peer.evaluations.answered:  # noqa: ASYNC110 - brief
             await asyncio.sleep(POLL_S)
-    alone = sight.manifest.pipeline is None and is_paired(sight.manifest.plan())
+    alone = sight.terms.pipeline is None and sight.terms.method.name in PAIRED
     return watched(EvaluationWatch(peer.evaluations, lambda kind, fields: None, alone))
 
 
-def _sight(peer: Peer, links: Links, manifest: Manifest) -> RunInspection:
+def _sight(peer: Peer, links: Links, learnt: LearntTerms, terms: ShownTerms) -> RunInspection:
     view, records = peer.context.views.newest, peer.membership.records
     members = []
     for member in view.peers:
@@ -141,4 +130,5 @@ def _sight(peer: Peer, links: Links, manifest: Manifest) -> RunInspection:
             MemberInspection(member, addresses, answers, None if rtt_s is None else rtt_s * 1000)
         )
     branch = peer.membership.branch
-    return RunInspection(manifest, view.number, branch[0] if branch else None, tuple(members))
+    named = branch[0] if branch else None
+    return RunInspection(learnt.text.decode(), terms, view.number, named, tuple(members))

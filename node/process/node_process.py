@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
 import torch
 
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of
-from farflock.node.assembly.known_run import LEARN_TIMEOUT_S, known_members, learn_run, own_run
+from farflock.node.assembly.known_run import learn_run, own_run
+from farflock.node.assembly.learnt import LEARN_TIMEOUT_S, known_members
 from farflock.node.assembly.leaving import Leaving, Unsaved
+from farflock.node.assembly.own_world import identity_of
 from farflock.node.assembly.part import Part
 from farflock.node.assembly.session import AddressCache, Session
 from farflock.node.assembly.text import NodeText
@@ -27,7 +28,7 @@ from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.process.busy import TimedWorker
 from farflock.node.process.freed import trimmed
-from farflock.node.process.network import MachineOptions, identity_of, network
+from farflock.node.process.network import MachineOptions, network
 from farflock.node.process.pipeline_role import (
     founders,
     joiners,
@@ -44,7 +45,7 @@ from farflock.node.process.sample_keeper import founders_start, joiners_start
 from farflock.node.process.status import Status
 from farflock.node.process.status_writer import StatusWriter
 from farflock.node.process.torchrun import unless_lost
-from farflock.node.run.invite import MAX_ADDRESSES, Invite
+from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
@@ -254,7 +255,7 @@ async def _join(
     identity, run = identity_of(machine.folder), invite.run
     remembered, saved = AddressCache(machine.folder).read(run), last_of(machine.folder, run)
     invite = _widened(invite, remembered)
-    async with network(machine, identity, run, invite.addresses) as (world, links):
+    async with network(machine, identity, run, invite.members) as (world, links):
         known = await learn_run(world, invite, learn_timeout_s)
         manifest = known.manifest
         machine = with_room(machine, manifest, RefusedByRun)
@@ -289,10 +290,10 @@ async def _join(
 
 
 def _widened(invite: Invite, remembered: Invite | None) -> Invite:
-    """Return the invite, with the addresses of members that this node has known."""
-    addresses = (*invite.addresses, *(remembered.addresses if remembered else ()))
-    distinct = tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
-    return msgspec.structs.replace(invite, addresses=distinct)
+    """Return the invite, with the members that this node has known."""
+    members = (*invite.members, *(remembered.members if remembered else ()))
+    distinct = {member.peer: member for member in reversed(members)}
+    return replace(invite, members=tuple(reversed(distinct.values())))
 
 
 @contextlib.contextmanager

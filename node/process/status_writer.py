@@ -179,6 +179,8 @@ def _doing(node: "NodeProcess") -> str:
     does = (
         "trains" if part.role in ("replica", "trainer") else f"serves {part.role.replace(':', ' ')}"
     )
+    if trouble := node.session.world.trouble():
+        does += f", without the run's directory ({trouble})"
     if part.peer.membership.is_member:
         return does
     view_s = node.manifest.exchange.view_s

@@ -1,67 +1,84 @@
-"""Invites: one word that holds a run's id, its founder, some addresses and an expiry.
+"""Invites: one word by which a newcomer finds a run's members; any member can mint one.
 
-Any member can mint one.
+`farflock:` + base64url, unpadded, of these bytes, numbers big endian:
 
-`farflock:` + base64url, unpadded, of msgpack [version, run, founder, addresses, expires] and the
-first 4 bytes of SHA-256 over `farflock-invite` and that msgpack. The checksum guards against typing
-errors; the manifest that a joiner then downloads is verified against the run's id and the founder's
-signature.
+    version (1): 2
+    shape (1): the number of members, 1 to 3, and 4 times the founder's place among them (3: none)
+    the run's id (16); when the invite expires, in Unix seconds (4)
+    the founder's public key (32), if it is none of the members
+    the members (74 each, swarm/contact.py)
+    the run's name in ASCII (0 to 32), as a manifest may have it
+    the first 4 bytes of SHA-256 over `farflock-invite` and all of the above
+
+The checksum guards against typing errors; the manifest that a joiner then gets is verified against
+the run's id and the founder's signature.
 """
 
 import base64
 import binascii
 import hashlib
-from typing import Annotated
-
-import msgspec
+import re
+import struct
+from dataclasses import dataclass
 
 from farflock.node.errors import Usage
+from farflock.swarm.contact import PACKED_BYTES, Contact, unpack
+from farflock.swarm.identity import peer_id, public_key
+from farflock.swarm.links import PeerId
 
 PREFIX = "farflock:"
-VERSION = 1
-MAX_CHARS = 4096
-MAX_ADDRESSES = 8
+VERSION = 2
+MAX_CHARS = 480
+MAX_READ_CHARS = 4096  # of another version, whose number is told
+MAX_MEMBERS = 3
+MAX_NAME_BYTES = 32
 CHECKSUM_BYTES = 4
 
-# A multiaddress that ends in its peer's id: /ip4/192.0.2.7/tcp/4001/p2p/12D3Koo…
-Address = Annotated[
-    str, msgspec.Meta(max_length=256, pattern=r"^(/[A-Za-z0-9.:_%-]+)+/p2p/[1-9A-HJ-NP-Za-km-z]+$")
-]
+_HEAD = struct.Struct(">BB16sI")
+_ELSEWHERE = 3  # the founder's place if it is none of the members
+_KEY_BYTES = 32
+_FIRST_VERSION = b"\x95\x01"  # it was msgpack
+_RUN = re.compile(r"[0-9a-f]{32}")
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9 ._-]{{0,{MAX_NAME_BYTES - 1}}}|")
 
 
-class Invite(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The content of an invite; `expires` in Unix seconds. With three or more addresses it outlives
-    the peer that minted it."""
+@dataclass(frozen=True, slots=True)
+class Invite:
+    """The content of an invite: the run's id in hex, its founder, some members, the beginning of
+    its name, and when it expires, in Unix seconds."""
 
-    run: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
-    founder: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    addresses: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1, max_length=MAX_ADDRESSES)]
-    expires: Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+    run: str
+    founder: PeerId
+    members: tuple[Contact, ...]
+    name: str
+    expires: int
 
 
 def mint(invite: Invite) -> str:
-    """Return the invite as text; raise `ValueError` (msgspec's) if no peer could read it."""
-    fields = msgspec.structs.astuple(invite)
-    msgspec.convert(fields, Invite)
-    body = msgspec.msgpack.encode((VERSION, *fields))
+    """Return the invite as text; raise `ValueError` if no peer could read it."""
+    if not _RUN.fullmatch(invite.run) or not 1 <= len(invite.members) <= MAX_MEMBERS:
+        raise ValueError(f"an invite to a run by 1 to {MAX_MEMBERS} members, got {invite}")
+    if not _NAME.fullmatch(invite.name) or not 0 <= invite.expires < 1 << 32:
+        raise ValueError(f"an invite has a plain name and a time, got {invite}")
+    peers = [member.peer for member in invite.members]
+    place = peers.index(invite.founder) if invite.founder in peers else _ELSEWHERE
+    shape = len(peers) + 4 * place
+    parts = [_HEAD.pack(VERSION, shape, bytes.fromhex(invite.run), invite.expires)]
+    if place == _ELSEWHERE:
+        parts.append(public_key(invite.founder))
+    parts += [member.pack() for member in invite.members]
+    body = b"".join((*parts, invite.name.encode()))
     return PREFIX + base64.urlsafe_b64encode(body + _checksum(body)).decode().rstrip("=")
 
 
 def parse(text: str, now_s: float) -> Invite:
     """Parse an invite at Unix time `now_s`; raise `Usage`, with cause and remedy, if invalid."""
-    version, fields = _versioned(_body(text.strip()))
-    if version != VERSION:
-        remedy = (
-            "update farflock" if version > VERSION else "ask a member to update and send a new one"
-        )
-        raise Usage(
-            "the invite has another version",
-            f"it is version {version}, and this program reads version {VERSION}",
-            remedy,
-        )
+    body = _body(text.strip())
+    if body[0] != VERSION:
+        raise _other_version(body[0])
     try:
-        invite = msgspec.convert([msgspec.msgpack.decode(field) for field in fields], Invite)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        invite = _content(body)
+    except ValueError as error:
         raise _damaged(str(error)[:120]) from None
     if invite.expires < now_s:
         age_h = (now_s - invite.expires) / 3600
@@ -73,15 +90,35 @@ def parse(text: str, now_s: float) -> Invite:
     return invite
 
 
+def _content(body: bytes) -> Invite:
+    """Return the invite in the bytes that the checksum covers; raise `ValueError` if it is none."""
+    if len(body) < _HEAD.size:
+        raise ValueError("it is too short")
+    _, shape, run, expires = _HEAD.unpack_from(body)
+    place, count = divmod(shape, 4)
+    elsewhere = place == _ELSEWHERE
+    begins = _HEAD.size + _KEY_BYTES * elsewhere
+    ends = begins + count * PACKED_BYTES
+    if not 1 <= count <= MAX_MEMBERS or (place >= count and not elsewhere) or len(body) < ends:
+        raise ValueError("its length does not fit what it says of its members")
+    places = range(begins, ends, PACKED_BYTES)
+    members = tuple(unpack(body[at : at + PACKED_BYTES]) for at in places)
+    founder = peer_id(body[_HEAD.size : begins]) if elsewhere else members[place].peer
+    name = body[ends:].decode("ascii")
+    if not _NAME.fullmatch(name):
+        raise ValueError("the run's name is none")
+    return Invite(run.hex(), founder, members, name, expires)
+
+
 def _body(text: str) -> bytes:
-    """Return the bytes that the checksum covers."""
+    """Return the bytes that the checksum covers, at least one."""
     if not text.startswith(PREFIX):
         raise Usage(
             "this is not an invite",
             f"it does not begin with {PREFIX!r}",
             "copy the whole word that `farflock run` printed",
         )
-    if len(text) > MAX_CHARS:
+    if len(text) > MAX_READ_CHARS:
         raise Usage(
             "this is not an invite",
             f"it has {len(text):,} characters, and an invite at most {MAX_CHARS:,}",
@@ -95,17 +132,18 @@ def _body(text: str) -> bytes:
     body, checksum = raw[:-CHECKSUM_BYTES], raw[-CHECKSUM_BYTES:]
     if not body or checksum != _checksum(body):
         raise _damaged("its checksum does not match, so it was cut or mistyped")
+    if body.startswith(_FIRST_VERSION):
+        raise _other_version(1)
     return body
 
 
-def _versioned(body: bytes) -> tuple[int, list[msgspec.Raw]]:
-    """Return the version and the fields after it, which stay encoded: they depend on the
-    version."""
-    try:
-        version, *fields = msgspec.msgpack.decode(body, type=list[msgspec.Raw])
-        return msgspec.msgpack.decode(version, type=int), fields
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _damaged(str(error)[:120]) from None
+def _other_version(version: int) -> Usage:
+    newer = version > VERSION
+    return Usage(
+        "the invite has another version",
+        f"it is version {version}, and this program reads version {VERSION}",
+        "update farflock" if newer else "ask a member to update and send a new one",
+    )
 
 
 def _damaged(why: str) -> Usage:

@@ -28,6 +28,7 @@ from farflock.node.run.data_section import (
 )
 from farflock.node.run.evaluation_section import EvaluationSection
 from farflock.node.run.fit import require_inner, require_layers, require_members
+from farflock.node.run.head import PROTOCOL, run_id
 from farflock.node.run.model_section import (
     FROM,
     ModelKind,
@@ -47,7 +48,6 @@ from farflock.node.run.pipeline_section import (
     require_pipeline,
 )
 from farflock.node.run.sections import (
-    PROTOCOL,
     ExchangeSection,
     MethodSection,
     Section,
@@ -60,7 +60,6 @@ from farflock.node.run.sections import (
     tables,
 )
 from farflock.node.run.spelling import place_of, spell_counts
-from farflock.node.run.tensor_list import MAX_LIST_BYTES
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.run.toml import to_toml
 from farflock.optimizers.catalog import METHODS, NAMES, options_of
@@ -69,11 +68,8 @@ from farflock.optimizers.decoupled import Decoupled
 from farflock.optimizers.method import Method
 from farflock.optimizers.parts.inner import InnerConfig, InnerName
 from farflock.optimizers.parts.schedule import Schedule
-from farflock.swarm.identity import SIGNATURE_BYTES, Identity, verify
 from farflock.swarm.messages import MAX_MEMBERS
 
-MAX_HEAD_BYTES = 512
-_HEAD_DOMAIN = b"head"
 MAX_BATCH = 65_536  # sequences; a peer's memory is checked before it starts
 SEQ = 64  # tokens of a sequence, if the manifest does not say
 WARMUP_SHARE = 0.05  # of the run's tokens, if the manifest names no warm-up
@@ -159,7 +155,7 @@ class Manifest(Section, frozen=True, kw_only=True):
 
     def run_id(self, founder: str) -> str:
         """Return the 32 hex digits that identify this run by this founder."""
-        return hashlib.sha256(self.canonical() + b"\x00" + founder.encode()).hexdigest()[:32]
+        return run_id(self.canonical(), founder)
 
     def plan(self) -> RunPlan:
         """Return the training terms that all nodes of this run share; raise `ValueError` if one
@@ -429,55 +425,3 @@ def _fill_train(table: dict[str, Any]) -> None:
         train["warmup_tokens"] = int(total * WARMUP_SHARE)
     if issubclass(METHODS[method["name"]], Decoupled) and method["options"]["sign"] is True:
         table["train"] = {"optimizer": "sgd", "clip": 0.0} | train
-
-
-class BadHead(ValueError):
-    """Bytes that are not a head, or a head not signed by the founder that it names."""
-
-
-class Head(msgspec.Struct, frozen=True, array_like=True):
-    """The founder's statement of which manifest is the run's; every member re-publishes it. Wire
-    format: signature (64 bytes) and msgpack array [run, founder, digest, size, sequence, protocol,
-    listed, listed_bytes].
-
-    `digest` and `size` (bytes) are those of the canonical manifest; a higher `sequence` replaces a
-    lower one. A head of a later `protocol` may have more fields: it is still read, to explain why
-    the run cannot be joined. If the model is a user's own, `listed` and `listed_bytes` are digest
-    and size of the list of its tensors (tensor_list.py), for joiners whose model is another one;
-    heads of other runs end before them."""
-
-    run: Annotated[str, msgspec.Meta(max_length=64)]
-    founder: Annotated[str, msgspec.Meta(max_length=64)]
-    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-    size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
-    sequence: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
-    protocol: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = PROTOCOL
-    listed: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
-    listed_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_LIST_BYTES)] = 0
-
-
-def seal_head(identity: Identity, head: Head) -> bytes:
-    """Return signature and head; raise `BadHead` if others would refuse it."""
-    if head.founder != identity.peer:
-        raise BadHead(f"{identity.peer} cannot sign a head of {head.founder}'s run")
-    fields = msgspec.structs.astuple(head)
-    body = msgspec.msgpack.encode(fields if head.listed else fields[:-2])
-    blob = identity.sign(_HEAD_DOMAIN, body) + body
-    unseal_head(blob)
-    return blob
-
-
-def unseal_head(blob: bytes) -> Head:
-    """Return a head that its founder signed; raise `BadHead` if it is invalid."""
-    if not SIGNATURE_BYTES < len(blob) <= MAX_HEAD_BYTES:
-        raise BadHead(
-            f"a head has {SIGNATURE_BYTES + 1} to {MAX_HEAD_BYTES} bytes, got {len(blob)}"
-        )
-    signature, body = blob[:SIGNATURE_BYTES], blob[SIGNATURE_BYTES:]
-    try:
-        head = msgspec.msgpack.decode(body, type=Head)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadHead(f"not a head: {error}") from None
-    if not verify(head.founder, _HEAD_DOMAIN, body, signature):
-        raise BadHead(f"not signed by {head.founder}")
-    return head

@@ -18,14 +18,12 @@ import msgspec
 
 from farflock.compression.catalog import codec
 from farflock.node.errors import RefusedByRun, Usage
+from farflock.node.run.head import PROTOCOL, require_same_protocol
 from farflock.node.run.spelling import near_key, near_option, near_value
 from farflock.node.run.split import nearest_divisor
 from farflock.optimizers.catalog import METHODS, NAMES, unfolded
 from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov, OuterSGD
-from farflock.swarm.frame import VERSION as FRAME_VERSION
 
-# one number covers all that peers exchange; a peer with another is refused before it dials
-PROTOCOL = FRAME_VERSION
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_LINE_CHARS = 1024  # parsing TOML takes time quadratic in a dotted key's length
 OUTERS: dict[str, type[Any]] = {
@@ -120,18 +118,6 @@ def require_protocol(table: Mapping[str, Any]) -> None:
     keys."""
     run = table.get("run")
     require_same_protocol(run.get("protocol", PROTOCOL) if isinstance(run, dict) else PROTOCOL)
-
-
-def require_same_protocol(protocol: object) -> None:
-    """Raise `RefusedByRun` if the run's peers speak another protocol."""
-    if protocol != PROTOCOL:
-        remedy = (
-            "update farflock"
-            if isinstance(protocol, int) and protocol > PROTOCOL
-            else "use the version of farflock that made it"
-        )
-        why = f"it speaks version {protocol!r}, this program version {PROTOCOL}"
-        raise RefusedByRun("the run has another protocol", why, remedy)
 
 
 def fill_method(table: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from farflock.node.model.plain_names import plain_parameters
+from farflock.node.run.head import MAX_LIST_BYTES
 
-MAX_LIST_BYTES = 2 * 1024 * 1024  # of larger ones nobody says more than that they differ
 MAX_SHOWN = 120  # characters of a name that another peer sends
 BASE = "load the same base, or let all peers say frozen='any'"
 BUILD = "build the model as the run's founder did"

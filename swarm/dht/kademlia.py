@@ -289,7 +289,7 @@ class DhtDirectory:
         run: str,
         daemon: BoundDaemon,
         protocol: DHTProtocol,
-        lock: IdentityLock,
+        lock: IdentityLock | None,
         doors: dict[PeerID, list[str]],
         cells: int,
     ) -> None:
@@ -315,12 +315,14 @@ class DhtDirectory:
         auto_nat: bool = False,
         use_relay: bool = False,
         timeout_s: float = OPEN_TIMEOUT_S,
+        locked: bool = False,
     ) -> "DhtDirectory":
         """Start a daemon with the key in `identity_path` and join the table of `run`.
 
         `initial_peers` are multiaddresses that end in `/p2p/ID` (none: start a new table), `listen`
         and `announce_as` multiaddresses without id. A peer in `client_mode` cannot be dialled: it
-        reads and announces, but stores nothing for others. `cells`: see `validator`. Raise
+        reads and announces, but stores nothing for others. `cells`: see `validator`. The key file
+        is locked, unless the caller has `locked` it. Raise
         `BadIdentity`, `IdentityInUse`, `PortTaken`, `ClockSkew` or `DirectoryUnreachable`; then
         nothing is left running.
         """
@@ -328,7 +330,7 @@ class DhtDirectory:
         cell_of(identity.public, cells)  # raises for a bad number before anything starts
         doors = _parse_doors(initial_peers, identity)
         refuse_taken_ports(() if client_mode else listen)
-        lock = IdentityLock(identity_path)
+        lock = None if locked else IdentityLock(identity_path)
         daemon = None
         try:
             remove_dead_sockets(_SOCKET_FOLDER, wall_s())
@@ -356,7 +358,8 @@ class DhtDirectory:
         except BaseException as error:
             if daemon is not None:
                 await daemon.stop()
-            lock.release()
+            if lock is not None:
+                lock.release()
             if isinstance(error, TimeoutError | P2PDaemonError | EOFError):
                 raise _explained(error, timeout_s, len(doors)) from error
             raise
@@ -439,7 +442,8 @@ class DhtDirectory:
         """End calls in flight (they return what they have), daemon and tasks; unlock the key."""
         self._protocol.closed = True
         await self._daemon.stop()
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def _only(self, run: str) -> None:
         if run != self._run:

@@ -1,4 +1,4 @@
-"""Known peers, and the requests of peers that join or leave a run.
+"""Known peers, the questions of newcomers, and the requests of peers that join or leave a run.
 
 Outsiders repeat `Join` to all known members until they are in a view; `Leave` is sent once.
 """
@@ -6,10 +6,18 @@ Outsiders repeat `Join` to all known members until they are in a view; `Leave` i
 from collections.abc import Callable
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import MAX_MEMBERS, Join, Leave
+from farflock.swarm.messages import (
+    MAX_MEMBERS,
+    IntroductionMessage,
+    Join,
+    Leave,
+    Terms,
+    TermsQuery,
+)
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import Candidates, Member, View
+from farflock.swarm.quota import Quota, units
 from farflock.swarm.record import BadRecord, Record, newer, unseal
 from farflock.swarm.roles import stage_of
 
@@ -23,6 +31,7 @@ class RecordBook:
 
     def __init__(self, context: PeerContext) -> None:
         self.records: dict[PeerId, Record] = {}  # of other peers
+        self.sealed: dict[PeerId, bytes] = {}  # the same, as their owners signed them
         self.mine = b""  # this peer's own, sealed, as carried by `Join`
         self.make: Callable[[], bytes] = lambda: b""  # makes this peer's own, as it is now
         self._context = context
@@ -42,7 +51,7 @@ class RecordBook:
         has_room = known is not None or len(self.records) < MAX_KNOWN
         # The directory may still have an old record of this peer itself.
         if record.peer != self._context.me and newer(record, known) and has_room:
-            self.records[record.peer] = record
+            self.records[record.peer], self.sealed[record.peer] = record, bytes(blob)
             self._context.links.learn(blob)
 
     def others(self) -> list[PeerId]:
@@ -58,6 +67,37 @@ class RecordBook:
         if chain is None:
             return peer in self.others()
         return peer != self._context.me and chain.newest.lists(peer)
+
+
+class Introductions:
+    """Tells newcomers, which have only an invite, the run's head, once that is set, and the records
+    of members. Strangers ask, so each has a quota, and it is answered in one frame."""
+
+    def __init__(self, context: PeerContext, book: RecordBook) -> None:
+        self.head = b""  # signed by the founder; empty: this peer introduces nobody
+        self._context, self._book = context, book
+        self._quota = Quota()
+
+    def receive(self, sender: PeerId, incarnation: int, message: IntroductionMessage) -> None:
+        """Answer a question; a peer that runs asks none, so an answer is dropped."""
+        if not isinstance(message, TermsQuery):
+            self._context.drop("terms that nobody asked for")
+            return
+        if not self.head:
+            return
+        records = (self._book.make(), *self._others(sender))
+        cost = units(1, sum(map(len, records)))
+        if not self._quota.take(sender.encode(), cost, self._context.now()):
+            self._context.drop("question about the terms")
+            return
+        self._context.send(sender, Terms(self.head, records))
+
+    def _others(self, sender: PeerId) -> list[bytes]:
+        """Return the sealed records of other members that are not known to be dead."""
+        context, sealed = self._context, self._book.sealed
+        members = [peer for peer in self._book.others() if peer != sender and peer in sealed]
+        here = [peer for peer in members if context.life(peer) != "dead"]
+        return [sealed[peer] for peer in here[: MAX_MEMBERS - 1]]
 
 
 class Admission:

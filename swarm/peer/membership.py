@@ -18,7 +18,7 @@ from farflock.swarm.messages import (
     ViewQuery,
     Views,
 )
-from farflock.swarm.peer.admission import Admission, RecordBook
+from farflock.swarm.peer.admission import Admission, Introductions, RecordBook
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.next_view import NextView
 from farflock.swarm.peer.view_sync import ViewSync
@@ -40,6 +40,7 @@ class Membership:
         self._context = context
         self.clock = RunClock()
         self.book = RecordBook(context)
+        self.introductions = Introductions(context, self.book)
         self.records = self.book.records  # the newest of each other known peer
         self.sync = ViewSync(context, self.view_changed)
         self.known = self.sync.known  # set once the views are known

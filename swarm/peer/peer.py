@@ -125,6 +125,7 @@ class Peer:
         router.add(self.branching.receive, *get_args(messages.BranchMessage))
         router.add(self.calls.receive, *get_args(messages.CallMessage))
         router.add(self.data_holders.receive, *get_args(messages.DataMessage))
+        router.add(self.membership.introductions.receive, *get_args(messages.IntroductionMessage))
         router.add_exchange(
             lambda sender, _, said: snapshots.receive(sender, said),
             *get_args(messages.SnapshotMessage),

@@ -71,7 +71,7 @@ class Handshakes:
             port.kick(descriptor, "stranger: another peer than dialled")
             return None
         now_s = self._loop.time()
-        self._table.note(record, now_s)
+        self._table.note(record, now_s, dial)
         partner = self._table.partners.get(record.peer) or self._table.begin(record.peer, now_s)
         if partner is None or descriptor not in port.connections:
             port.kick(descriptor, "too many partners")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from farflock.swarm.contact import Contact
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Sendable, Transport, size_of
 from farflock.swarm.record import MAX_DOORS, BadRecord, Record, seal, unseal
@@ -30,6 +31,7 @@ from farflock.swarm.zmq.sockets import Sockets
 from farflock.swarm.zmq.upkeep import Upkeep
 from farflock.swarm.zmq.zap import Gate
 
+UNSIGNED = -1  # the sequence number in place of a record: any signed one is newer
 MIN_SUSPECT_AFTER_S = 2 * HEARTBEAT_S
 
 
@@ -117,6 +119,7 @@ class ZmqLinks:
         role: str | None = None,
         speed: float | None = None,
         relays: Iterable[PeerId] | None = None,
+        doors: Sequence[str] | None = None,
     ) -> bytes:
         """Return my record, signed with the next sequence number and updated by the arguments."""
         self._record = msgspec.structs.replace(
@@ -125,6 +128,7 @@ class ZmqLinks:
             role=self._record.role if role is None else role,
             speed=self._record.speed if speed is None else speed,
             relays=self._record.relays if relays is None else tuple(relays),
+            doors=self._record.doors if doors is None else tuple(doors[:MAX_DOORS]),
         )
         self._detours.relays = self._record.relays
         blob = seal(self._identity, self._record)
@@ -163,6 +167,12 @@ class ZmqLinks:
         except BadRecord:
             self.counters["bad record"] += 1
             return False
+
+    def expect(self, contact: Contact) -> None:
+        """Make a peer reachable whose record is not here yet: the first frame on each connection to
+        it will be that record."""
+        record = Record(self._run, contact.peer, 0, UNSIGNED, contact.curve, contact.endpoints)
+        self._table.note(record, self._loop.time())
 
     def send(self, peer: PeerId, frame: bytes) -> bool:
         partner = self._reach(peer, frame)

@@ -247,8 +247,9 @@ class PartnerTable:
         self.partners: dict[PeerId, Partner] = {}
         self.past = Traffic()  # with former partners
 
-    def note(self, record: Record, now_s: float) -> bool:
-        """Keep a verified record; return False if it is refused or not newer."""
+    def note(self, record: Record, now_s: float, over: Dial | None = None) -> bool:
+        """Keep a verified record, which came `over` this dial if it did; return False if it is
+        refused or not newer."""
         peer = record.peer
         known = self.known.get(peer)
         if (
@@ -266,7 +267,8 @@ class PartnerTable:
         partner = self.partners.get(peer)
         if partner:
             partner.record = record
-            if partner.dial and partner.dial.outdated(record):
+            # a dial that has brought the record leads to its owner, whatever it began with
+            if partner.dial and partner.dial is not over and partner.dial.outdated(record):
                 partner.hang_up(now_s)
         return True
 

@@ -15,6 +15,7 @@ import pytest
 from worlds.waiting import alive, ended, output_of, told, until_real
 
 from farflock.node.run.invite import Invite, mint
+from farflock.swarm.contact import Contact
 
 pytestmark = pytest.mark.net
 
@@ -268,8 +269,9 @@ def test_one_that_stands_still_is_given_up_and_its_thread_does_not_hold_the_end_
 def test_one_that_has_not_come_in_yet_breaks_off(start, tmp_path, number, code):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         peer = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
-        address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{peer}"
-        invite = mint(Invite("ab" * 16, peer, (address,), int(time.time() + 600)))
+        port = silent.getsockname()[1]
+        member = Contact(peer, bytes(32), "127.0.0.1", port, port, port)
+        invite = mint(Invite("ab" * 16, peer, (member,), "a run", int(time.time() + 600)))
         joiner = start("b", "join", invite, "--folder", tmp_path / "b", "--json")
         joiner.wait_for(lambda: len(psutil.Process(joiner.process.pid).children()) == 1)
         pids = [

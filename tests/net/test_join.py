@@ -8,6 +8,7 @@ import re
 import select
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from worlds.waiting import LIMIT_S, completed, ended, output_of, told, until_rea
 
 from farflock.node.model.corpus import load_corpus
 from farflock.node.process.brake import BRAKE
+from farflock.node.run.manifest import resolve
 from farflock.node.tokens.json_tokenizer import JsonTokenizer
 from farflock.node.tokens.tokenizer_training import train_tokenizer
 
@@ -39,6 +41,15 @@ view_s = 1.0
 start_peers = 2
 """
 COMMAND = (sys.executable, "-m", "farflock.node.cli")
+WITHOUT_DAEMON = (
+    sys.executable,
+    "-c",
+    "import sys\n"
+    "from hivemind.p2p import p2p_daemon\n"
+    "p2p_daemon.P2PD_FILENAME = 'gone'\n"
+    "from farflock.node.cli.main import main\n"
+    "main(sys.argv[1:])",
+)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "160"}
 
 
@@ -230,3 +241,18 @@ def test_a_joiner_gets_the_tokenizer_from_the_swarm_and_keeps_it_with_its_checkp
     told = [*COMMAND, "generate", str(checkpoint), "--tokens", "5", "--json"]
     said = completed(told, nursery.run, env=homes["b"], check=True, **quiet)
     assert json.loads(said.stdout)["text"]
+
+
+@pytest.mark.ci_more
+def test_a_node_whose_directorys_daemon_is_missing_is_a_member_and_says_what_it_lacks(run):
+    run.brake(0.05)
+    founder = run.found(resolve(tomllib.loads(RUN.replace("40_000", "100_000_000"))))
+    lost = run.join("lost", command=WITHOUT_DAEMON)
+    status = lost.reaches(
+        lambda status: status["is_member"] and "without the run's directory" in status["doing"]
+    )
+    assert status["doing"].startswith("trains")
+    assert len(founder.reaches(lambda status: len(status["members"]) == 2)["members"]) == 2
+    lost.reaches(lambda later: later["tokens"] > status["tokens"])
+    lost.leaves()
+    founder.leaves()

@@ -84,6 +84,8 @@ from farflock.swarm.messages import (
     StateOffer,
     StateQuery,
     Tally,
+    Terms,
+    TermsQuery,
     ViewQuery,
     Views,
     Want,
@@ -97,6 +99,8 @@ EVALUATION = Evaluation(7, 640, 2.5, 0.125, 3.5)
 OFFER = Offer(KEY, A, (A, B), (5, 0), 1.5, 640, B, EVALUATION)
 CALL = Call(3, b"forward", (((A, MAX_CHUNK_BYTES), (B, 5)),))
 
+LINEAGE = Lineage(640, 5, A[:16], (b"one",))
+TERMS = Terms(b"head", (b"record", b"another"))
 SPECIMENS: tuple[Message, ...] = (
     Want(A, 65536, 131072, 262144, B),
     Piece(A, 65536, 131072, bytes(4)),
@@ -143,7 +147,9 @@ SPECIMENS: tuple[Message, ...] = (
     DataHeld(A, 65536, 4096, bytes([5, 0, 255])),
     BranchAsk(b"view"),
     BranchSign(A, b"s" * 64, 9),
-    Lineage(640, 5, A[:16], (b"one",)),
+    LINEAGE,
+    TermsQuery(),
+    TERMS,
 )
 KINDS = get_args(Message)
 
@@ -199,6 +205,8 @@ def filled(kind, chance):
         "evaluation": offer.evaluation,
         "evaluations": (("p" * 52, EVALUATION),) * many,
         "sample": "ä" * chance.randrange(401),
+        "head": chance.randbytes(1 + many),
+        "records": (chance.randbytes(many),) * (1 + many),
         "percent": chance.randrange(101),
         "ballot": ballot,
         "promised": ballot,
@@ -408,11 +416,16 @@ OVER_THE_LIMIT = {
     "proof too long": limited(SPECIMENS[11], proof=bytes(65)),
     "too many proofs": limited(SPECIMENS[13], proofs=((0, b""),) * (MAX_MEMBERS + 1)),
     "too many views": limited(SPECIMENS[23], views=(b"v",) * 17),
-    "too many views of a line": limited(SPECIMENS[-1], views=(b"v",) * (MAX_TRAIL + 1)),
-    "trail too long": limited(SPECIMENS[-1], trail=bytes(8 * MAX_TRAIL + 1)),
-    "no trail": limited(SPECIMENS[-1], trail=b""),
-    "signature of a branch too long": limited(SPECIMENS[-2], proof=bytes(65)),
+    "too many views of a line": limited(LINEAGE, views=(b"v",) * (MAX_TRAIL + 1)),
+    "trail too long": limited(LINEAGE, trail=bytes(8 * MAX_TRAIL + 1)),
+    "no trail": limited(LINEAGE, trail=b""),
+    "signature of a branch too long": limited(BranchSign(A), proof=bytes(65)),
     "record too long": limited(SPECIMENS[24], record=bytes(4097)),
+    "head too long": limited(TERMS, head=bytes(513)),
+    "no head": limited(TERMS, head=b""),
+    "too many records": limited(TERMS, records=(b"x",) * (MAX_MEMBERS + 1)),
+    "a member's record too long": limited(TERMS, records=(bytes(4097),)),
+    "no record": limited(TERMS, records=()),
     "stream name too long": limited(SPECIMENS[26], stream="x" * 65),
     "round too high": limited(LogQuery(KEY), key=Key("s", 2**62 + 1)),
     "attempt too high": limited(LogQuery(KEY), key=Key("s", 0, 256)),

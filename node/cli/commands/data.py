@@ -250,7 +250,7 @@ def _show_run(out: Output, word: str, seed: int) -> int:
 
     import msgspec
 
-    from farflock.node.process.inspect_run import look_at_data
+    from farflock.node.process.data_look import look_at_data
     from farflock.node.process.network import MachineOptions
     from farflock.node.process.signals import GracefulStop, run_until_asked
     from farflock.node.run.invite import parse

@@ -1,7 +1,8 @@
 """`farflock join`: take part in another peer's run."""
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from farflock.node.run.invite import Invite
 
 LOOK_TIMEOUT_S = 30.0
+ANSWER_S = 3.0  # for members to answer before anything else is known of the run
+HEAVY = ("farflock.node.cli.commands.training", "farflock.node.process.node_process")
 
 
 @click.command("join")
@@ -43,7 +46,7 @@ def command(
     peers: int | None,
     step_s: float,
     as_json: bool,
-    **machine: object,
+    **machine: Any,  # noqa: ANN401 - click gives each its type
 ) -> int:
     """Join the run of INVITE: download its state and train until the run ends or you leave.
 
@@ -68,7 +71,10 @@ def command(
     invited = parse(invite, time.time())
     if dry_run:
         return _look(out, machine_of(machine), invited, (peers, uplink, step_s))
-    from farflock.node.assembly.known_run import LEARN_TIMEOUT_S
+    _require_startable(machine)
+    if (stopped := _show(out, invited)) is not None:
+        return stopped
+    from farflock.node.assembly.learnt import LEARN_TIMEOUT_S
     from farflock.node.cli.commands.training import train
     from farflock.node.process.node_process import join
 
@@ -98,6 +104,44 @@ def command(
         )
 
 
+def _require_startable(machine: Mapping[str, Any]) -> None:
+    """Refuse options with which the node could not start, before anything is opened."""
+    from farflock.node.assembly.own_world import require_startable
+    from farflock.node.state.paths import RunFolder
+
+    if machine["device"] not in ("auto", "cpu") or machine["outer"] == "device":
+        machine_of(machine)  # only torch knows what devices there are
+    ports = () if machine["no_listen"] else (machine["port"], machine["dht_port"])
+    require_startable(RunFolder.at(machine["folder"]).path, machine["host"], *ports)
+
+
+def _show(out: Output, invited: "Invite") -> int | None:
+    """Show the run that members of the invite tell of, while what trains is imported; return the
+    exit code if the user stops meanwhile.
+
+    If none answers yet, joining goes on: it has more ways and more time."""
+    import os
+
+    from farflock.node.cli.importing import importing
+    from farflock.node.errors import RefusedByRun
+    from farflock.node.process.inspect_run import show_run
+    from farflock.node.process.signals import GracefulStop, run_until_asked
+
+    if os.environ.get("RANK", "0") != "0":  # of several processes of one peer, one speaks
+        return None
+    ending = GracefulStop()
+    with importing(*HEAVY):
+        try:
+            said = run_until_asked(ending, lambda: show_run(invited, ANSWER_S))
+        except RefusedByRun:
+            out.line("no member of the invite has answered yet; others are looked for")
+            return None
+        if said is None:
+            return conclude(out, None, ending.asked)
+        out.line(f"run {invited.run}: {said}")
+    return None
+
+
 def _look(
     out: Output,
     machine: "MachineOptions",
@@ -105,7 +149,7 @@ def _look(
     assumed: tuple[int | None, float, float],
 ) -> int:
     """Print what a joiner would train, as the run's members tell a throwaway identity."""
-    from farflock.node.process.inspect_run import fetch_plan
+    from farflock.node.process.data_look import fetch_plan
     from farflock.node.process.signals import GracefulStop, run_until_asked
 
     ending = GracefulStop()
@@ -119,7 +163,7 @@ def _look(
     facts = {
         "run": invited.run,
         "founder": invited.founder,
-        "addresses": list(invited.addresses),
+        "addresses": [member.endpoints[0] for member in invited.members],
         "manifest": text,
         "hash": manifest.hash(),
         **sizes,

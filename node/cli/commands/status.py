@@ -32,7 +32,7 @@ def command(invite: str | None, folder: Path | None, as_json: bool) -> int:
     With INVITE, show that run and its members instead, without joining it.
     """
     if invite is not None:
-        return _look(Output(as_json), invite, folder)
+        return _look(Output(as_json), invite)
     status = _last_status(RunFolder.at(folder).path)
     lives = is_node(status.pid)
     facts = {**msgspec.to_builtins(status), "running": lives}
@@ -56,27 +56,24 @@ def _last_status(folder: Path) -> Status:
     raise Failure(f"{path} cannot be read", why, "name the --folder of a node")
 
 
-def _look(out: Output, word: str, folder: Path | None) -> int:
+def _look(out: Output, word: str) -> int:
     """Print a run's manifest and members, as the members report them."""
+    import hashlib
     import time
 
     from farflock.node.process.inspect_run import inspect_run
-    from farflock.node.process.network import MachineOptions
     from farflock.node.process.signals import GracefulStop, run_until_asked
     from farflock.node.run.invite import parse
 
     invite, ending = parse(word, time.time()), GracefulStop()
-    sight = run_until_asked(
-        ending, lambda: inspect_run(MachineOptions(RunFolder.at(folder)), invite, LOOK_TIMEOUT_S)
-    )
+    sight = run_until_asked(ending, lambda: inspect_run(invite, LOOK_TIMEOUT_S))
     if sight is None:
         return conclude(out, None, ending.asked)
-    text = sight.manifest.canonical().decode()
     facts = {
         "run": invite.run,
         "founder": invite.founder,
-        "manifest": text,
-        "hash": sight.manifest.hash(),
+        "manifest": sight.manifest,
+        "hash": hashlib.sha256(sight.manifest.encode()).hexdigest(),
     }
     said = msgspec.to_builtins((sight.view, sight.branch, sight.members, sight.evaluation))
     facts |= dict(zip(("view", "branch", "members", "evaluation"), said, strict=True))
@@ -85,11 +82,10 @@ def _look(out: Output, word: str, folder: Path | None) -> int:
 
 
 def _seen(run: str, sight: "RunInspection") -> str:
-    manifest, branch = sight.manifest, f", on branch {sight.branch}" if sight.branch else ""
+    branch = f", on branch {sight.branch}" if sight.branch else ""
     here = sum(member.answers for member in sight.members)
     lines = [
-        f"run {run}: {manifest.run.name}, method {manifest.method.name},"
-        f" {manifest.run.total_tokens:,} tokens",
+        f"run {run}: {sight.terms.said()}",
         f"members: {len(sight.members)}, answering: {here} (view {sight.view}{branch})",
     ]
     if sight.evaluation is not None:

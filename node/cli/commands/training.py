@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farflock.node.assembly.leaving import TEARDOWN_S, Unsaved
+from farflock.node.assembly.own_world import require_startable
 from farflock.node.cli.live import watching
 from farflock.node.cli.output import Output, conclude
 from farflock.node.process import torchrun
-from farflock.node.process.network import MachineOptions, require_startable
+from farflock.node.process.network import MachineOptions
 from farflock.node.process.signals import GracefulStop, run_until_asked
 from farflock.node.process.status import Status, measures_of
 from farflock.node.sinks.choice import LogOptions, feeds

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 
 from farflock.node.assembly import known_run
+from farflock.node.assembly import learnt as learnt_terms
 from farflock.node.assembly.peer_world import Clock, PeerWorld
 from farflock.node.errors import RefusedByRun
+from farflock.node.run.head import PROTOCOL, Head, run_id, seal_head
 from farflock.node.run.invite import Invite
-from farflock.node.run.manifest import Head, seal_head, simulated_default
+from farflock.node.run.manifest import simulated_default
 from farflock.node.run.model_section import ModelSection, UserModel
-from farflock.node.run.sections import PROTOCOL
 from farflock.node.run.user_terms import founded, wish
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.identity import Identity
@@ -50,15 +51,16 @@ PROGRAMS = founded(wish(UserModel(2, 3, "ab" * 32, "SGD"), None, {}, {}))
 def learn(monkeypatch):
     """Learn the run of a manifest, whose members send `raw`."""
 
-    def learnt(manifest, raw=None, model=ModelSection, protocol=PROTOCOL):
-        run, sent = manifest.run_id(FOUNDER.peer), manifest.canonical() if raw is None else raw
+    def learnt(manifest, raw=None, model=ModelSection, protocol=PROTOCOL, own=False):
+        sent = manifest.canonical() if raw is None else raw
+        run = run_id(sent, FOUNDER.peer) if own else manifest.run_id(FOUNDER.peer)
         head = seal_head(FOUNDER, Head(run, FOUNDER.peer, bytes(32), len(sent), 0, protocol))
-        invite = Invite(run, FOUNDER.peer, (), 0)
+        invite = Invite(run, FOUNDER.peer, (), "", 0)
 
         async def fetch_chunk(*asked):
             return sent
 
-        monkeypatch.setattr(known_run, "fetch_chunk", fetch_chunk)
+        monkeypatch.setattr(learnt_terms, "fetch_chunk", fetch_chunk)
         world = PeerWorld(Links(), Directory(head), Clock(time.time))
         known = run_virtual(known_run.learn_run(world, invite, 5.0, model))
         assert known.head == head
@@ -91,8 +93,14 @@ def test_an_invite_to_a_run_of_the_other_kind_names_the_way_in(learn):
 @pytest.mark.parametrize("raw", [b" ", b"\xff\xfe", b"[model]\ntensors = 1\n", b"[model", b"a=1"])
 @pytest.mark.parametrize("model", [ModelSection, UserModel])
 def test_anything_else_that_members_send_is_refused(learn, raw, model):
-    with pytest.raises(RefusedByRun):
-        learn(NODES if model is ModelSection else PROGRAMS, raw, model)
+    for own in (False, True):  # those of another run, or nonsense that its founder has signed
+        with pytest.raises(RefusedByRun):
+            learn(NODES if model is ModelSection else PROGRAMS, raw, model, own=own)
+
+
+def test_terms_that_are_not_in_the_form_that_is_hashed_are_refused(learn):
+    with pytest.raises(RefusedByRun, match="not in the form that is hashed"):
+        learn(NODES, b"# by hand\n" + NODES.canonical(), own=True)
 
 
 def test_an_invite_of_an_earlier_protocol_is_refused_before_its_terms_are_read(learn):

@@ -14,18 +14,20 @@ from worlds.peers import identity, record_of
 from worlds.waiting import until
 
 from farflock.node.assembly.known_run import learn_run, own_run
+from farflock.node.assembly.own_world import identity_of
 from farflock.node.assembly.peer_world import Clock, Files, PeerWorld
 from farflock.node.assembly.session import INVITE_LASTS_S, AddressCache, Session
 from farflock.node.errors import Failure
 from farflock.node.library.presence import ExternalStep, JoinRequest, OptimizerNode
 from farflock.node.library.remembered import remember
 from farflock.node.model.replica import PlainReplica
-from farflock.node.process.network import MachineOptions, identity_of, network
+from farflock.node.process.network import MachineOptions, network
 from farflock.node.run.invite import Invite, parse
 from farflock.node.run.model_section import UserModel
 from farflock.node.run.user_terms import fingerprint, founded, wish
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.compute import inline
+from farflock.swarm.contact import Contact
 from farflock.swarm.sim.directory import MemoryTable
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -34,7 +36,9 @@ from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 JOIN_S = 60.0
 STEP_S = 0.02
-DOOR = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWBmAwcd4PJNJvfV89HwE48nwkRmAgo8Vy3uQEyNNHBox2"
+CONTACT = Contact(
+    "12D3KooWBmAwcd4PJNJvfV89HwE48nwkRmAgo8Vy3uQEyNNHBox2", bytes(32), "192.0.2.7", 4001, 4002
+)
 
 
 class InMemory:
@@ -59,6 +63,9 @@ class InMemory:
         directory = None if self.table is None else self.table.directory(me.peer)
         yield PeerWorld(links, directory, files=self.files(number))
 
+    def invite(self, founder):
+        """Take an invite, if that is the way in."""
+
     def files(self, number):
         folder = self.folder / str(number)
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +87,7 @@ class WithDirectory(InMemory):
 
     async def known(self, world, founder):
         run, peer = founder.known.run, founder.known.founder
-        return await learn_run(world, Invite(run, peer, (), 0), JOIN_S, UserModel)
+        return await learn_run(world, Invite(run, peer, (), "", 0), JOIN_S, UserModel)
 
 
 class OverSockets(InMemory):
@@ -105,14 +112,16 @@ class AsProcess(OverSockets):
 
     def __init__(self, folder):
         super().__init__(folder)
-        self.addresses = ()
+        self.invited = ()
 
     @contextlib.asynccontextmanager
     async def open(self, number, run, life=1):
         machine = MachineOptions(RunFolder(self.folder / str(number)))
-        async with network(machine, self.identity(number), run, self.addresses) as (world, _):
-            self.addresses = self.addresses or world.directory.addresses
+        async with network(machine, self.identity(number), run, self.invited) as (world, _):
             yield world
+
+    def invite(self, founder):
+        self.invited = parse(founder.invite(), time.time()).members
 
     async def known(self, world, founder):
         invite = parse(founder.invite(), time.time())
@@ -179,6 +188,7 @@ async def founder(kind):
 @contextlib.asynccontextmanager
 async def newcomer(kind, other, number=1, life=1):
     """The session and the program of a peer that knows the run, and has no part in it yet."""
+    kind.invite(other)
     async with kind.open(number, other.known.run, life) as world:
         known = await kind.known(world, other)
         async with Session(world, kind.identity(number), known).running() as session:
@@ -297,15 +307,16 @@ def test_a_founder_that_nobody_outlived_resumes_in_another_life(kind):
 def test_an_invite_names_addresses_and_lasts_a_week_and_none_is_made_without_any(kind):
     async def main():
         async with founder(kind) as (session, _):
-            with pytest.raises(Failure, match="no invite can be made: this peer has no address"):
+            with pytest.raises(Failure, match="no invite can be made: this peer knows no member"):
                 session.invite()
-            session.known = replace(session.known, addresses=(DOOR, DOOR))
+            session.known = replace(session.known, contacts=(CONTACT, CONTACT))
             invite, now_s = parse(session.invite(), 0.0), asyncio.get_running_loop().time()
             assert invite.run == session.known.run
-            assert invite.addresses == (DOOR,)
+            assert invite.members == (CONTACT,)
+            assert invite.name == "unnamed"
             assert 0 <= invite.expires - now_s - INVITE_LASTS_S < 3600
             await asyncio.sleep(2.0)
-            assert AddressCache(session.world.files.folder).read(invite.run).addresses == (DOOR,)
+            assert AddressCache(session.world.files.folder).read(invite.run).members == (CONTACT,)
 
     run_virtual(main())
 

@@ -23,6 +23,7 @@ from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.optimizers.parts.corrections import TREND, Trend
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.trial_options import trial_of
+from farflock.swarm.contact import Contact
 
 TALKING = [
     name for name in sorted(METHODS) if any(option.endswith("codec") for option in options_of(name))
@@ -31,7 +32,13 @@ UNBIASED_ONLY = [name for name in TALKING if not trial_of(METHODS[name]).biased]
 
 FOUNDER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 INVITE = mint(
-    Invite("ab" * 16, FOUNDER, (f"/ip4/127.0.0.1/tcp/9/p2p/{FOUNDER}",), int(time.time() + 3600))
+    Invite(
+        "ab" * 16,
+        FOUNDER,
+        (Contact(FOUNDER, bytes(32), "127.0.0.1", 9, 9, 9),),
+        "a run",
+        int(time.time() + 3600),
+    )
 )
 PIPELINE = ["pipeline.stages=2", "model.tied=false", "method.name=ddp"]
 

@@ -4,12 +4,12 @@ import resource
 
 import pytest
 
-from farflock.node.errors import Failure
-from farflock.node.process.network import (
+from farflock.node.assembly.own_world import (
     DESCRIPTORS,
     identity_of,
     raise_descriptor_limit,
 )
+from farflock.node.errors import Failure
 from farflock.node.state.paths import RunFolder
 
 

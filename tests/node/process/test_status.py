@@ -71,6 +71,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
     return SimpleNamespace(
         machine=SimpleNamespace(folder=SimpleNamespace(path=folder)),
         member=part,
+        session=SimpleNamespace(world=SimpleNamespace(trouble=str)),
         links=Links(),
         run="ab",
         invite=lambda: "farflock:x",

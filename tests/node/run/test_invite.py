@@ -2,6 +2,8 @@
 
 import base64
 import hashlib
+import struct
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -9,32 +11,38 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from farflock.node.errors import Usage
-from farflock.node.run.invite import MAX_ADDRESSES, MAX_CHARS, PREFIX, VERSION, Invite, mint, parse
+from farflock.node.run.invite import (
+    MAX_CHARS,
+    MAX_MEMBERS,
+    MAX_NAME_BYTES,
+    MAX_READ_CHARS,
+    PREFIX,
+    VERSION,
+    Invite,
+    mint,
+    parse,
+)
+from farflock.swarm.contact import Contact
+from farflock.swarm.identity import peer_id, public_key
 
 NOW_S = 1_800_000_000
-BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-ADDRESS = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
-INVITE = Invite(
-    "0123456789abcdef" * 2,
-    "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN",
-    (ADDRESS,),
-    NOW_S + 60,
-)
+RUN = "0123456789abcdef" * 2
+FOUNDER = Contact(peer_id(bytes(range(32))), bytes(range(32, 64)), "192.0.2.7", 4001, 4002, 4003)
+INVITE = Invite(RUN, FOUNDER.peer, (FOUNDER,), "a run", NOW_S + 60)
+PACKED = FOUNDER.pack()
+LONGEST_NAME = "n" * MAX_NAME_BYTES
 
-peers = st.text(BASE58, min_size=1, max_size=60)
-addresses = st.builds(
-    lambda kind, host, port, peer: f"/{kind}/{host}/tcp/{port}/p2p/{peer}",
-    st.sampled_from(["ip4", "ip6", "dns4"]),
-    st.from_regex(r"[a-z0-9.:-]{1,40}", fullmatch=True),
-    st.integers(1, 65535),
-    peers,
-)
+keys = st.binary(min_size=32, max_size=32)
+ports = st.integers(1, 65535)
+hosts = st.ip_addresses(v=4).map(str)
+contacts = st.builds(Contact, keys.map(peer_id), keys, hosts, ports, ports, st.integers(0, 65535))
 invites = st.builds(
     Invite,
     run=st.text("0123456789abcdef", min_size=32, max_size=32),
-    founder=peers,
-    addresses=st.lists(addresses, min_size=1, max_size=MAX_ADDRESSES).map(tuple),
-    expires=st.integers(NOW_S, 2**40),
+    founder=keys.map(peer_id),
+    members=st.lists(contacts, min_size=1, max_size=MAX_MEMBERS).map(tuple),
+    name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,31}", fullmatch=True) | st.just(""),
+    expires=st.integers(NOW_S, 2**32 - 1),
 )
 
 
@@ -42,6 +50,10 @@ def packed(body):
     """An invite's text around any body, with a checksum that fits."""
     checksum = hashlib.sha256(b"farflock-invite" + body).digest()[:4]
     return PREFIX + base64.urlsafe_b64encode(body + checksum).decode().rstrip("=")
+
+
+def body_of(shape=1, more=PACKED, expires=NOW_S + 60):
+    return struct.pack(">BB16sI", VERSION, shape, bytes.fromhex(RUN), expires) + more
 
 
 def refusal(text, now_s=NOW_S):
@@ -52,23 +64,18 @@ def refusal(text, now_s=NOW_S):
     return str(error.value)
 
 
-@given(invites)
-def test_an_invite_comes_back_as_it_was_minted(invite):
+@given(invites, st.integers(0, MAX_MEMBERS))
+def test_an_invite_comes_back_as_it_was_minted(invite, place):
+    if place < len(invite.members):
+        invite = replace(invite, founder=invite.members[place].peer)
     text = mint(invite)
     assert parse(text, NOW_S) == invite
     assert text.removeprefix(PREFIX).replace("-", "").replace("_", "").isalnum()
+    assert len(text) <= MAX_CHARS
 
 
-def test_the_longest_invite_that_can_be_minted_can_be_read():
-    address = "/dns4/" + "a" * (256 - len("/dns4//p2p/" + "x" * 52)) + "/p2p/" + "x" * 52
-    longest = Invite("f" * 32, "x" * 64, (address,) * MAX_ADDRESSES, 2**40)
-    assert len(mint(longest)) <= MAX_CHARS
-    assert parse(mint(longest), NOW_S) == longest
-
-
-def test_an_invite_of_three_addresses_is_one_line_of_a_chat():
-    three = msgspec.structs.replace(INVITE, addresses=(ADDRESS,) * 3)
-    assert len(mint(three)) < 500
+def test_an_invite_of_one_member_is_one_line_of_a_chat():
+    assert len(mint(replace(INVITE, name=LONGEST_NAME))) <= 200
 
 
 def test_white_space_around_an_invite_is_forgiven():
@@ -76,8 +83,17 @@ def test_white_space_around_an_invite_is_forgiven():
 
 
 def test_the_format_is_what_was_documented():
-    fields = [VERSION, INVITE.run, INVITE.founder, list(INVITE.addresses), INVITE.expires]
-    assert mint(INVITE) == packed(msgspec.msgpack.encode(fields))
+    other = Contact(peer_id(bytes(32)), bytes(32), "192.0.2.8", 5001, 5003)
+    ports = struct.pack(">HHH", 4001, 4002, 4003)
+    first = bytes(range(64)) + bytes([192, 0, 2, 7]) + ports
+    second = bytes(64) + bytes([192, 0, 2, 8]) + struct.pack(">HHH", 5001, 5003, 0)
+    assert mint(INVITE) == packed(body_of(more=first + b"a run"))
+    assert mint(replace(INVITE, members=(other, FOUNDER))) == packed(
+        body_of(shape=2 + 4, more=second + first + b"a run")
+    )
+    assert mint(replace(INVITE, members=(other,), name="")) == packed(
+        body_of(shape=1 + 4 * 3, more=public_key(FOUNDER.peer) + second)
+    )
 
 
 def test_every_mistyped_character_is_found():
@@ -101,55 +117,75 @@ def test_an_expired_invite_says_since_when():
     assert "expired 2.0 hours ago; ask" in sentence
 
 
+def test_an_invite_of_the_first_version_is_refused_in_one_sentence():
+    address = f"/ip4/192.0.2.7/tcp/4001/p2p/{FOUNDER.peer}"
+    for count in (1, 8):
+        body = msgspec.msgpack.encode([1, RUN, FOUNDER.peer, [address] * count, NOW_S + 60])
+        assert refusal(packed(body)) == (
+            "the invite has another version: it is version 1, and this program reads version 2;"
+            " ask a member to update and send a new one"
+        )
+
+
 @pytest.mark.parametrize(
     ("version", "remedy"),
-    [(VERSION + 1, "update farflock"), (VERSION - 1, "ask a member to update"), (-5, "ask")],
+    [(VERSION + 1, "update farflock"), (0, "ask a member to update"), (255, "update farflock")],
 )
-def test_another_version_is_named_whatever_its_fields_are(version, remedy):
-    sentence = refusal(packed(msgspec.msgpack.encode([version, {"new": "fields"}])))
-    assert f"version {version}, and this program reads version {VERSION}" in sentence
-    assert remedy in sentence
+def test_another_version_is_named_whatever_follows(version, remedy):
+    for rest in (b"", b"new fields" * 100):
+        sentence = refusal(packed(bytes([version]) + rest))
+        assert f"version {version}, and this program reads version {VERSION}" in sentence
+        assert remedy in sentence
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "body",
     [
-        [],
-        ["one"],
-        [VERSION],
-        [VERSION, INVITE.run, INVITE.founder, [ADDRESS]],
-        [VERSION, INVITE.run, INVITE.founder, [ADDRESS], NOW_S + 60, "more"],
-        [VERSION, INVITE.run, INVITE.founder, [], NOW_S + 60],
-        [VERSION, INVITE.run, INVITE.founder, [ADDRESS] * (MAX_ADDRESSES + 1), NOW_S + 60],
-        [VERSION, INVITE.run, INVITE.founder, ["192.0.2.7:4001"], NOW_S + 60],
-        [VERSION, INVITE.run, INVITE.founder, [ADDRESS + "\x1b[2J"], NOW_S + 60],
-        [VERSION, INVITE.run, INVITE.founder, ["/dns4/" + "a" * 256 + ADDRESS], NOW_S + 60],
-        [VERSION, "../../etc", INVITE.founder, [ADDRESS], NOW_S + 60],
-        [VERSION, INVITE.run, "x" * 65, [ADDRESS], NOW_S + 60],
-        [VERSION, INVITE.run, INVITE.founder, [ADDRESS], -1],
-        [VERSION, INVITE.run, INVITE.founder, [ADDRESS], float("nan")],
+        bytes([VERSION]),
+        body_of(more=b""),
+        body_of(more=PACKED[:-1]),
+        body_of(shape=0, more=b""),
+        body_of(shape=1 + 4),  # the founder is the second of one member
+        body_of(shape=2),
+        body_of(shape=1 + 4 * 3),
+        body_of(shape=1 + 16),
+        body_of(shape=255, more=PACKED * 4),
+        body_of(more=PACKED + b"x" * (MAX_NAME_BYTES + 1)),
+        body_of(more=PACKED + b"\x1b[2J"),
+        body_of(more=PACKED + "ä".encode()),
+        body_of(more=PACKED[:68] + bytes(6)),
     ],
 )
-def test_well_packed_nonsense_is_refused(fields):
-    assert "the invite is damaged" in refusal(packed(msgspec.msgpack.encode(fields)))
-
-
-def test_deep_nesting_is_refused():
-    deep = b"\x92\x01" + b"\x91" * 3000 + b"\x01"
-    assert "damaged" in refusal(packed(deep))
+def test_well_packed_nonsense_is_refused(body):
+    assert "the invite is damaged" in refusal(packed(body))
 
 
 def test_an_invite_that_is_far_too_long_is_not_even_decoded():
-    assert f"at most {MAX_CHARS:,}" in refusal(PREFIX + "A" * 10**6)
+    sentence = refusal(PREFIX + "A" * MAX_READ_CHARS)
+    assert f"at most {MAX_CHARS:,}" in sentence
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"addresses": ()}, {"run": "short"}, {"addresses": ("here",)}, {"addresses": (ADDRESS,) * 9}],
+    [
+        {"members": ()},
+        {"members": (FOUNDER,) * 4},
+        {"run": "short"},
+        {"run": "F" * 32},
+        {"name": LONGEST_NAME + "n"},
+        {"name": "two\nlines"},
+        {"expires": -1},
+        {"expires": 2**32},
+        {"founder": "nobody"},
+        {"members": (replace(FOUNDER, host="here"),)},
+        {"members": (replace(FOUNDER, control=0),)},
+        {"members": (replace(FOUNDER, door=1 << 16),)},
+        {"members": (replace(FOUNDER, curve=bytes(31)),)},
+    ],
 )
 def test_an_invite_that_could_not_be_read_is_not_minted(change):
-    with pytest.raises(ValueError, match="Expected"):
-        mint(msgspec.structs.replace(INVITE, **change))
+    with pytest.raises(ValueError):  # noqa: PT011 - each has words of its own
+        mint(replace(INVITE, **change))
 
 
 @given(st.text(max_size=200))
@@ -164,3 +200,15 @@ def test_any_text_at_all_is_refused_with_a_sentence(text):
 @given(st.binary(max_size=200))
 def test_any_bytes_with_a_fitting_checksum_are_refused_with_a_sentence(body):
     refusal(packed(body))
+
+
+@given(st.binary(max_size=330), st.integers(0, 255), st.integers(0, 2**32 - 1))
+def test_whatever_can_be_read_is_minted_to_the_same_text(rest, shape, expires):
+    text = packed(body_of(shape=shape, expires=expires, more=rest))
+    try:
+        invite = parse(text, 0)
+    except Usage:
+        return
+    again = mint(invite)
+    assert parse(again, 0) == invite
+    assert len(again) <= MAX_CHARS

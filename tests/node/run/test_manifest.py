@@ -10,25 +10,29 @@ from hypothesis import strategies as st
 from farflock.node.errors import FarflockError, RefusedByRun, Usage
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
-from farflock.node.run.manifest import (
-    MAX_HEAD_BYTES,
+from farflock.node.run.head import (
+    MAX_LIST_BYTES,
+    PROTOCOL,
     BadHead,
     Head,
+    require_same_protocol,
+    seal_head,
+    unseal_head,
+)
+from farflock.node.run.manifest import (
     demo_manifest,
     load,
     override,
     parse,
     resolve,
-    seal_head,
     simulated_default,
-    unseal_head,
 )
-from farflock.node.run.sections import MAX_MANIFEST_BYTES, PROTOCOL, require_same_protocol
-from farflock.node.run.tensor_list import MAX_LIST_BYTES
+from farflock.node.run.sections import MAX_MANIFEST_BYTES
 from farflock.optimizers.catalog import METHODS, method, unfolded
 from farflock.optimizers.catalog import PRESETS as METHOD_PRESETS
 from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov
 from farflock.swarm.identity import Identity
+from farflock.swarm.messages import MAX_HEAD_BYTES
 
 IDENTITY = Identity.from_seed(bytes(32))
 

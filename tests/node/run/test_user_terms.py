@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from farflock.node.errors import RefusedByRun, Usage
+from farflock.node.run.head import PROTOCOL
 from farflock.node.run.manifest import parse, resolve
 from farflock.node.run.model_section import UserModel
-from farflock.node.run.sections import PROTOCOL
 from farflock.node.run.user_terms import fingerprint, founded, require_agreed, wish
 
 CANONICAL = f"""\

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -22,12 +23,13 @@ from worlds.fleet import (
 )
 from worlds.waiting import LIMIT_S, in_time
 
+from farflock.swarm.contact import contact_of
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.record import Record, seal, unseal
 from farflock.swarm.zmq import outbox
 from farflock.swarm.zmq import partner as zmq_partner
 from farflock.swarm.zmq import sending as zmq_sending
-from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
+from farflock.swarm.zmq.links import UNSIGNED, LinkOptions, ZmqLinks
 
 pytestmark = pytest.mark.net
 
@@ -73,6 +75,44 @@ def test_a_peer_without_a_listener_is_answered_on_the_connection_it_dialled():
         assert await public.send_bulk(home.me, FRAME, LIMIT_S)
         assert await got(home) == (public.me, FRAME)
         assert (public.road(home.me), public.life(home.me)) == ("direct", "alive")
+
+    run(main)
+
+
+def test_a_peer_is_reached_by_a_contact_and_tells_its_record_on_the_way():
+    async def main(fleet):
+        a, b = await fleet.peer(1), await fleet.peer(2)
+        a.expect(contact_of(unseal(b.record(), "run")))
+        assert a.table.known[b.me][0].sequence == UNSIGNED
+        assert a.send(b.me, b"first")
+        dial = a.table.partners[b.me].dial
+        assert await got(b) == (a.me, b"first")
+        await meet(a, b)
+        assert a.table.known[b.me][0].sequence > UNSIGNED
+        assert a.table.partners[b.me].dial is dial is not None
+
+    run(main)
+
+
+def test_a_contact_with_anothers_place_leads_to_nobody():
+    async def main(fleet):
+        a, b = await fleet.peer(1), await fleet.peer(2)
+        other = identity(5).peer
+        a.expect(replace(contact_of(unseal(b.record(), "run")), peer=other))
+        assert a.send(other, b"not for you")
+        await until(lambda: a.counters["stranger: another peer than dialled"])
+        assert a.life(other) == "unknown"
+        assert await silent(b)
+
+    run(main)
+
+
+def test_a_contact_does_not_replace_a_record():
+    async def main(fleet):
+        a, b = await fleet.peer(1), await fleet.peer(2)
+        assert a.learn(b.record())
+        a.expect(replace(contact_of(unseal(b.record(), "run")), curve=bytes(32)))
+        await meet(a, b)
 
     run(main)
 

@@ -12,6 +12,7 @@ from farflock.swarm.zmq.outbox import Outbox, Pool
 from farflock.swarm.zmq.partner import (
     DEAD_S,
     WANTED_S,
+    Dial,
     Partner,
     PartnerTable,
     Route,
@@ -121,6 +122,31 @@ def test_an_expired_record_is_not_used_but_keeps_older_ones_away():
     assert not book.note(record(sequence=4), 20.0)
     assert book.note(record(sequence=6), 20.0)
     assert book.want("peer", 20.0).record.sequence == 6
+
+
+class Dialled:
+    """A dial that waits for a connection to the place of a record."""
+
+    ports, outdated = (), Dial.outdated
+
+    def __init__(self, record):
+        self.record, self.down_s, self.closed = record, 0.0, False
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("came", ["elsewhere", "over the dial"])
+def test_a_dial_that_does_not_connect_ends_once_its_peer_is_elsewhere(came):
+    """But not if the peer itself has told it over that dial."""
+    book, there = table(), record("/ip4/127.0.0.1/tcp/1", sequence=2)
+    assert book.note(record(sequence=1), 0.0)
+    partner = book.begin("peer", 0.0)
+    dial = partner.dial = Dialled(record(sequence=1))
+    assert book.note(there, 1.0, dial if came == "over the dial" else None)
+    assert partner.record == there
+    assert dial.closed == (came == "elsewhere")
+    assert partner.dial is (None if dial.closed else dial)
 
 
 def test_the_address_book_is_bounded_and_what_has_expired_makes_room(monkeypatch):

@@ -6,13 +6,14 @@ import time
 import pytest
 
 from farflock.node.run.invite import Invite, mint
+from farflock.swarm.contact import Contact
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
-ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{PEER}"
+MEMBER = Contact(PEER, bytes(32), "127.0.0.1", 9, 9, 9)
 
 
 def invite(lasts_s):
-    return mint(Invite("ab" * 16, PEER, (ADDRESS,), int(time.time() + lasts_s)))
+    return mint(Invite("ab" * 16, PEER, (MEMBER,), "a run", int(time.time() + lasts_s)))
 
 
 @pytest.mark.net
@@ -27,7 +28,7 @@ def test_a_dry_run_of_a_run_that_no_peer_answers_for_says_so_and_makes_nothing(f
     ("text", "named"),
     [
         ("hello", "does not begin with 'farflock:'"),
-        (invite(60)[:-3], "cut or mistyped"),
+        (invite(60)[:-4], "cut or mistyped"),
         (invite(-7200), "expired 2."),
     ],
 )

@@ -5,6 +5,7 @@ import json
 import msgspec
 import pytest
 
+from farflock.node.assembly.learnt import LearntTerms, shown
 from farflock.node.cli.commands.status import _seen
 from farflock.node.process.inspect_run import MemberInspection, RunInspection
 from farflock.node.process.status import PartnerStatus, Status, Waiting
@@ -148,12 +149,15 @@ def test_an_invite_that_is_none_is_refused_before_anything_is_opened(farflock, t
 
 
 def test_a_run_seen_from_outside_is_told_in_lines(manifest):
-    plan = load(manifest)
+    text = load(manifest).canonical()
+    terms = shown(LearntTerms("ab" * 16, "12D3KooWhere", text, b"", ()))
     members = (
         MemberInspection("12D3KooWhere", ("/ip4/192.0.2.7/tcp/4001",), True, 12.4),
         MemberInspection("12D3KooWgone", (), False, None),
     )
-    said = _seen("ab" * 16, RunInspection(plan, 4, "0badcafe", members)).splitlines()
+    said = _seen(
+        "ab" * 16, RunInspection(text.decode(), terms, 4, "0badcafe", members)
+    ).splitlines()
     assert said[1] == "members: 2, answering: 1 (view 4, on branch 0badcafe)"
     assert said[2].split() == ["D3KooWhere"[-8:], "12", "ms", "/ip4/192.0.2.7/tcp/4001"]
     assert "does not answer" in said[3]

@@ -1,0 +1,124 @@
+"""A run's directory beside everything else: it is opened when it is first asked, and a node whose
+directory cannot be opened goes on without it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from farflock.swarm.dht.files import PortTaken
+from farflock.swarm.dht.greeting import DirectoryUnreachable
+from farflock.swarm.directory import Directory
+from farflock.swarm.tasks import cancel
+
+RETRY_S = 60.0  # after a failure
+
+log = logging.getLogger(__name__)
+
+
+class OpenDirectory(Directory, Protocol):
+    """A directory that may end by itself."""
+
+    @property
+    def alive(self) -> bool:
+        """False once nothing can be reached; it must be closed and opened again."""
+        ...
+
+
+class DirectoryBeside:
+    """`Directory` over one that is yet to be opened, and opened again if it ends.
+
+    `announce`, `peers` and `publish_head` do nothing without it; `heads`, which only those ask that
+    have no other way into the run, raises what kept it from opening."""
+
+    def __init__(
+        self,
+        opening: Callable[[], Coroutine[Any, Any, OpenDirectory]],
+        opened: Callable[[tuple[str, ...]], object],
+    ) -> None:
+        """`opened` is called with the directory's addresses."""
+        self.failure = ""  # why it is not there; empty: nobody has asked, or nothing is wrong
+        self._opening, self._opened = opening, opened
+        self._task: asyncio.Task[OpenDirectory] | None = None
+        self._inner: OpenDirectory | None = None
+        self._again_s = 0.0
+        self._closed = False
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return () if self._inner is None else self._inner.addresses
+
+    def trouble(self) -> str:
+        """Return why the directory is not there; nothing if it is, or if nobody has asked."""
+        return self.failure
+
+    async def begin(self) -> None:
+        """Open it now, and return once it is open or has failed."""
+        await self._there()
+
+    async def open(self) -> OpenDirectory:
+        """Return the directory once it is open; raise what keeps it from that."""
+        if self._closed:
+            raise DirectoryUnreachable("the directory is closed; open another one")
+        if self._task is None or (self._task.done() and self._is_due()):
+            self._task = asyncio.create_task(self._open())
+        await asyncio.wait([self._task])  # it goes on if the one who asks has no time to wait
+        if self._task.cancelled():
+            raise DirectoryUnreachable("the directory was closed before it was open")
+        return self._task.result()
+
+    def _is_due(self) -> bool:
+        """Return whether to open it again."""
+        if self._inner is not None:
+            return not self._inner.alive
+        return asyncio.get_running_loop().time() >= self._again_s
+
+    async def _open(self) -> OpenDirectory:
+        before, self._inner = self._inner, None
+        try:
+            if before is not None:
+                await before.close()
+            self._inner = await self._opening()
+        except Exception as error:  # whatever it is, the node can go on without a directory
+            self._again_s = asyncio.get_running_loop().time() + RETRY_S
+            self.failure = str(error) or type(error).__name__
+            if isinstance(error, DirectoryUnreachable | PortTaken):
+                raise
+            self.failure = f"it cannot be opened ({self.failure}); check that hivemind is complete"
+            raise DirectoryUnreachable(f"the directory: {self.failure}") from error
+        self.failure = ""
+        self._opened(self._inner.addresses)
+        return self._inner
+
+    async def _there(self) -> OpenDirectory | None:
+        """Return the directory; None if there is none now."""
+        before = self.failure
+        try:
+            return await self.open()
+        except (DirectoryUnreachable, PortTaken):
+            if self.failure != before:
+                log.warning("the node goes on without the directory: %s", self.failure)
+            return None
+
+    async def announce(self, run: str, record: bytes) -> bool:
+        there = await self._there()
+        return there is not None and await there.announce(run, record)
+
+    async def peers(self, run: str) -> list[bytes]:
+        there = await self._there()
+        return [] if there is None else await there.peers(run)
+
+    async def publish_head(self, run: str, head: bytes) -> bool:
+        there = await self._there()
+        return there is not None and await there.publish_head(run, head)
+
+    async def heads(self, run: str) -> list[bytes]:
+        return [] if self._closed else await (await self.open()).heads(run)
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._task is not None:
+            await cancel(self._task)
+        if self._inner is not None:
+            await self._inner.close()
