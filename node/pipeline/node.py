@@ -375,8 +375,7 @@ def evaluate(node: PipelineNode, every: int, held_out: Callable[[], HeldOut | No
     meter = path_meter(node.peer, node.stage_directory, node.edges, node.pipeline, held_out)
     known = node.peer, node.stage_directory, meter, every, node.means.report
     node.evaluator = PathEvaluator(*known, lambda: node.step)
-    # A server of a stage is drawn only where nobody else is left (decision 034).
-    node.evaluates = node.trainer is not None
+    node.evaluates = True  # where all members serve stages, a server is drawn (decision 034)
     if isinstance(node.trainer, Trainer):  # a full replica can train where nobody can measure
         node.trainer.may_begin = node.evaluator.may_train
 

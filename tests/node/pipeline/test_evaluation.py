@@ -102,6 +102,7 @@ def test_members_measure_the_loss_of_the_joined_model_and_all_know_the_same_valu
     rounds = [number for number, _ in first]
     assert rounds == list(range(0, len(rounds) * INTERVAL, INTERVAL)), "one is missed, or repeated"
     assert len(rounds) >= 2
+    assert all(node.evaluates for node in one.sim.nodes.values()), "whoever is drawn has the text"
     wanted = joined_loss(one)
     for (number, peer), value in first.items():
         assert peer in one.sim.nodes[0].peer.evaluations.drawn(number)
