@@ -6,8 +6,8 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -54,11 +54,8 @@ class StatusWriter:
     @contextlib.asynccontextmanager
     async def while_joining(self) -> AsyncIterator[None]:
         """Write how far the download of the run's state is, while the block runs."""
-        writing = asyncio.create_task(self._follow_download())
-        try:
+        async with _beside(self._follow_download()):
             yield
-        finally:
-            await cancel(writing)
 
     async def _follow_download(self) -> None:
         peer = self._node.member.peer
@@ -88,13 +85,10 @@ class StatusWriter:
     async def showing(self, show: Callable[[Status], None]) -> AsyncIterator[None]:
         """Write and show the status while the block runs, and write the last one. What this meets
         must not hide how the node has ended."""
-        shown = asyncio.create_task(self.run(show))
         try:
-            yield
+            async with _beside(self.run(show)):
+                yield
         finally:
-            for ended in await cancel(shown):
-                if isinstance(ended, Exception):
-                    log.error("the node's status can no longer be shown", exc_info=ended)
             with contextlib.suppress(Failure):  # no address for an invite
                 self.write(": ".join(filter(None, ("has ended", self._node.leaving.said))))
 
@@ -105,6 +99,18 @@ class StatusWriter:
         (began_s, *before), (ended_s, *now) = self._pace[0], self._pace[-1]
         tokens, busy_s = (late - early for early, late in zip(before, now, strict=True))
         return tokens / (ended_s - began_s), min(busy_s / (ended_s - began_s), 1.0)
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Show the status beside the block; that this fails is said, and ends nothing else."""
+    shown = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        for ended in await cancel(shown):
+            if isinstance(ended, Exception):
+                log.error("the node's status can no longer be shown", exc_info=ended)
 
 
 def joining(node: "NodeProcess", coming: StateProgress) -> Status:

@@ -85,12 +85,13 @@ class Introductions:
             return
         if not self.head:
             return
-        records = (self._book.make(), *self._others(sender))
-        cost = units(1, sum(map(len, records)))
+        others = self._others(sender)
+        cost = units(1, sum(map(len, others)))
         if not self._quota.take(sender.encode(), cost, self._context.now()):
             self._context.drop("question about the terms")
             return
-        self._context.send(sender, Terms(self.head, records))
+        # signed for this answer, so only once that is paid for
+        self._context.send(sender, Terms(self.head, (self._book.make(), *others)))
 
     def _others(self, sender: PeerId) -> list[bytes]:
         """Return the sealed records of other members that are not known to be dead."""

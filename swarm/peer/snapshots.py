@@ -326,7 +326,7 @@ def _incomplete(download: StateDownload, seconds: float) -> str:
 
 
 def _choose(
-    offers: dict[PeerId, StateOffer], stays: Callable[[PeerId], bool] = lambda peer: True
+    offers: dict[PeerId, StateOffer], stays: Callable[[PeerId], bool]
 ) -> tuple[StateOffer, list[PeerId]]:
     """Return the state announced most often (ties: the newest round) and its holders: one that a
     peer holds who stays, if there is any."""

@@ -7,9 +7,11 @@ import pytest
 
 from farflock.node.assembly.learnt import LearntTerms, shown
 from farflock.node.cli.commands.status import _seen
-from farflock.node.process.inspect_run import MemberInspection, RunInspection
+from farflock.node.process.inspect_run import PAIRED, MemberInspection, RunInspection
 from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.run.manifest import load
+from farflock.node.simulate.chaos_methods import ARMS
+from farflock.optimizers.method import RandomGroups
 
 STATUS = Status(
     pid=1,
@@ -166,3 +168,13 @@ def test_a_run_seen_from_outside_is_told_in_lines(manifest):
 def test_a_folder_in_which_no_node_has_run_is_called_that(farflock, tmp_path):
     _, _, err = farflock("status", "--folder", tmp_path)
     assert f"no node has run in {tmp_path}; start one with `farflock join INVITE`" in err
+
+
+def test_a_visitor_knows_the_methods_whose_members_have_weights_of_their_own():
+    firsts = {arm.method: arm.streams()[:1] for arm in ARMS}
+    paired = {
+        name
+        for name, first in firsts.items()
+        if any(isinstance(stream.group, RandomGroups) for stream in first)
+    }
+    assert paired == {*PAIRED}
