@@ -8,13 +8,14 @@ Such a step changes nothing here, but it counts: peers stay in step, and nobody 
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from farflock.node.library.own_defaults import Closure
-from farflock.node.train.driver import Driver
-from farflock.optimizers.method import Replica, Tensors
+from farflock.optimizers.method import Method, Replica, Tensors
+from farflock.optimizers.parts.blocks import set_gradients
 
 
 def asked_by_a_scaler(optimizer: torch.optim.Optimizer) -> bool:
@@ -61,21 +62,38 @@ def kept(optimizer: torch.optim.Optimizer, closure: Closure | None) -> Iterator[
 
 
 class Held:
-    """Gradients of this program that a method has yet to send (DDP)."""
+    """Gradients of this program that a method has yet to send (DDP), between two steps.
+
+    They are no gradients of the program's: `model.zero_grad()` or a scaler, which know nothing of
+    them, would drop or scale them. So a step adds them to those that it finds."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self.gradients: Tensors = {}
 
-    def note(self, driver: Driver) -> None:
-        """Note those that wait, at the end of a step."""
-        waits = driver.method.keeps_gradients and driver.pending
-        self.gradients = self._replica.read(self._replica.names, "grad") if waits else {}
+    def note(self, method: Method) -> None:
+        """Note those that are left at the end of a step."""
+        left = self._replica.read(self._replica.names, "grad") if method.keeps_gradients else {}
+        self.gradients = left if any(bool(gradient.any()) for gradient in left.values()) else {}
 
-    def put_back(self) -> None:
-        """Write them to the parameters, which have none."""
-        if any(bool(gradient.any()) for gradient in self.gradients.values()):
-            self._replica.write(self.gradients, "grad")
+    def add(self) -> None:
+        """Add them to the present gradients, whose tensors, the program's own, stay as they are."""
+        if self.gradients:
+            present = self._replica.read(self._replica.names, "grad")
+            sums = {name: x + self.gradients[name] for name, x in present.items()}
+            set_gradients(self._replica, sums)
+            self.gradients = {}
+
+    def apart_from(self, closure: Closure, method: Method) -> Closure:
+        """Return a closure that makes the program's gradients, and then adds these."""
+
+        def called() -> Any:  # noqa: ANN401 - torch's
+            self.note(method)
+            returned = closure()
+            self.add()
+            return returned
+
+        return called
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -194,13 +194,14 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         life, loop = self._life, self._here.loop
         self._evaluated.require_own()
         self._watch.check()
-        if overflowed:
-            self._held.put_back()
+        if closure is not None:  # those that are there now are of the step before
+            self._inner.zero_grad()
+        self._held.add()
         if self._jumps.answer(self._here, not self._own.made, life.call, self._news.waiting):
             self._inner.zero_grad()
         with self._news.waiting():
             progress = life.call(loop.begin_step, through=True)
-        theirs = closure and self._watch.checked(closure)
+        theirs = closure and self._held.apart_from(self._watch.checked(closure), loop.driver.method)
         try:
             with own_defaults(theirs) as self._training_task.closure:
                 loss = loop.train_one(progress)
@@ -220,14 +221,8 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         self._own.tell_of_tokens(self.tokens_per_step)
         self._news.stepped(self.tokens_per_step)
         self._jumps.watch.mark(self.last_round)
-        self._held.note(loop.driver)
+        self._held.note(loop.driver.method)
         return self._training_task.returned
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop this program's gradients, but keep those that a method has yet to send (DDP)."""
-        with self._ranks.together():
-            super().zero_grad(set_to_none)
-            self._held.put_back()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state, with the method's under "swarm" (None in ranks other
@@ -409,6 +404,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         self.zero_grad()
         with self._ranks.together() as leads:
             if leads:
+                self._held.add()
                 here, own, task = self._here, self._own, self._training_task
                 with self._news.waiting():
                     self._life.call(lambda: finish(here, own, task, DRAIN_S))

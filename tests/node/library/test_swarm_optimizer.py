@@ -7,6 +7,7 @@ import gc
 import signal
 import threading
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -295,15 +296,50 @@ def test_a_step_does_not_wait_for_a_rank_that_thinks_and_that_rank_catches_up():
     assert equal(ours, theirs)
 
 
-def test_a_gradient_that_ddp_has_not_sent_yet_survives_zero_grad(alone):
-    model = net()
-    optimizer = alone(model, "ddp")
-    waiting = {name: torch.full_like(entry, 2.0) for name, entry in model.named_parameters()}
-    optimizer._replica.write(waiting, "grad")
-    optimizer._held.gradients = waiting
-    loss_of(model, 0).backward()
-    optimizer.zero_grad()
-    assert all(bool((entry.grad == 2.0).all()) for entry in model.parameters())
+def by_backward(optimizer, model, clear):
+    clear()
+    loss_of(model, 1).backward()
+    optimizer.step()
+
+
+def by_closure(optimizer, model, clear):
+    def closure():
+        clear()
+        loss_of(model, 1).backward()
+
+    optimizer.step(closure)
+
+
+def by_scaler(optimizer, model, clear):
+    clear()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model, 1)).backward()
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("step", [by_backward, by_closure, by_scaler])
+@pytest.mark.parametrize("by_model", [True, False])
+def test_ddp_sends_a_gradient_of_a_failed_round_in_the_next(alone, monkeypatch, step, by_model):
+    ours, theirs = net(), net()
+    fp32 = {"codec": "fp32", "return_codec": "fp32"}
+    optimizer = alone(ours, "ddp", inner=partial(torch.optim.SGD, lr=0.5), **fp32)
+    method = type(optimizer._here.loop.driver.method)
+    apply = method.apply
+
+    def failed(self, replica, exchange, result):
+        return apply(self, replica, exchange, replace(result, status="failed"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(method, "apply", failed)
+        train(optimizer, ours, [0])
+    assert equal(weights(ours), weights(theirs))
+
+    step(optimizer, ours, (ours if by_model else optimizer).zero_grad)
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.25)  # the mean of two gradients
+    (loss_of(theirs, 0) + loss_of(theirs, 1)).backward()
+    plain.step()
+    for ours_now, theirs_now in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(ours_now, theirs_now, atol=1e-6)
 
 
 @pytest.mark.net
