@@ -32,7 +32,7 @@ PRELOADED = (
     "hivemind",
     "torch._dynamo",
     "farflock.node.cli.commands.join",
-    "farflock.node.process.node_process",
+    "farflock.node.process.entering",
     "farflock.node.simulate.simulation",
 )
 MAX_REQUEST = 1 << 20

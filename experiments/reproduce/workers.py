@@ -18,7 +18,7 @@ from farflock.compression.codec import UnencodableTensor
 from farflock.experiments.reproduce.job import AnyJob, Diverged, Noise, Outcome, Swarm, key
 from farflock.experiments.reproduce.shelf import Kept
 from farflock.node.errors import Failure, explained
-from farflock.node.process.worker_processes import warm
+from farflock.node.simulate.worker_processes import warm
 
 LOOK_S = 0.5  # between checks for dead workers
 END_S = 5.0  # for a worker to end after it is asked to

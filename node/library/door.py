@@ -1,6 +1,6 @@
 """An optimizer's entry point over the real network: it starts a run, or joins that of an invite.
 
-It does for optimizers what node/process/node_process.py does for nodes, but in a background
+It does for optimizers what node/process/entering.py does for nodes, but in a background
 thread."""
 
 import contextlib

@@ -4,14 +4,22 @@ The thread that trains says which shards it reads next (node/data/coming_shards.
 the members who has those that are missing, fetches some at once, the first ones first, and keeps
 them in the cache. What no member delivers may lie on the web. What nobody has for a while is given
 up.
+
+The held-out shards on which the run is evaluated come below those, one at a time, and once: their
+sequences stay in memory. Until then the node passes its turns to evaluate
+(node/train/evaluator.py).
 """
 
 import asyncio
 import contextlib
+import logging
+import math
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
 
+from farflock.node.assembly.held_out_rows import HeldOutRows, HeldOutShard
 from farflock.node.data.coming_shards import FetchedShards
+from farflock.node.data.index import BadIndex
 from farflock.node.data.shard_cache import CacheFull, ShardNeeds
 from farflock.node.process.web_shards import WebShards
 from farflock.node.tokens.tokenizer import TokenIds
@@ -25,6 +33,9 @@ AT_ONCE = 3  # shards under way
 ASK_EVERY_S = 5.0  # who has what is missing
 GIVE_UP_S = 60.0  # after so long without a shard that is needed now
 LOOK_EVERY_S = 30.0
+TRY_EVERY_S = 2.0  # a held-out shard
+
+log = logging.getLogger(__name__)
 
 _Job = tuple[int, int]  # which source, and which of its shards
 
@@ -217,6 +228,39 @@ class DataSupply:
         if _now() - self._asked_s.get(place, -ASK_EVERY_S) >= ASK_EVERY_S:
             self._asked_s[place] = _now()
             await self._data_holders.ask(self._members(), *place)
+
+
+class HeldOutSupply:
+    """Brings the shards that are missing of a run's held-out sequences."""
+
+    def __init__(self, supply: DataSupply, rows: HeldOutRows) -> None:
+        self._supply, self._rows, self._warned = supply, rows, False
+
+    async def run(self) -> None:
+        """Bring one shard after the other; end once all are here."""
+        try:
+            for shard in list(self._rows.missing):
+                await self._bring(shard)
+        except BadIndex as error:
+            log.warning("this node cannot evaluate the run: %s", error)
+
+    async def _bring(self, shard: HeldOutShard) -> None:
+        source, since_s = self._supply.sources[shard.source], math.inf
+        while True:
+            if not self._supply.presses:
+                tokens = await self._supply.tokens(source, shard.number)
+                if tokens is not None:
+                    self._rows.take(shard, tokens)
+                    return
+                since_s = min(since_s, _now())
+                if not self._warned and _now() - since_s >= GIVE_UP_S:
+                    self._warned = True
+                    log.warning(
+                        "nobody has the held-out shard %s… of the run's data: this node cannot"
+                        " evaluate the run until a member has it",
+                        source.local.table.digest(shard.number).hex()[:16],
+                    )
+            await asyncio.sleep(TRY_EVERY_S)
 
 
 def _now() -> float:

@@ -1,6 +1,6 @@
 """A process's way to a swarm: what it contributes, and the world of its peer.
 
-Shared by nodes (node/process/node_process.py) and by the optimizer for users' own training loops
+Shared by nodes (node/process/entering.py) and by the optimizer for users' own training loops
 (node/library/swarm_optimizer.py).
 """
 

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of, members_of
-from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Usage
 from farflock.node.machine import host_memory
 from farflock.node.model.device import Device
 from farflock.node.model.replica import in_memory
-from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.assembly import NodeServices, StageNode
 from farflock.node.pipeline.lifecycle.reservations import choose_stage
 from farflock.node.pipeline.node import PipelineNode, evaluate
@@ -20,9 +18,9 @@ from farflock.node.pipeline.passes.stage import used_by_stages
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.process.brake import brake_of
 from farflock.node.process.network import MachineOptions
+from farflock.node.process.run_text import NodeInputs
 from farflock.node.process.sample_keeper import SampleKeeper
 from farflock.node.reporting import Report
-from farflock.node.run.manifest import Manifest
 from farflock.node.run.memory import (
     needed_stage_bytes,
     needed_stage_device_bytes,
@@ -30,7 +28,6 @@ from farflock.node.run.memory import (
     require_stage_device_memory,
     require_stage_memory,
 )
-from farflock.node.run.model_section import first_weights
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.outer_files import OuterFiles
@@ -45,8 +42,10 @@ from farflock.swarm.roles import EVERY, NOTHING, role_of, stage_of
 ROLES = ("auto", "trainer", "replica", "stage", "stage:N")
 
 
-def founders(role: str, pipeline: PipelinePlan) -> tuple[int, bool]:
+def founders(role: str, pipeline: PipelinePlan | None) -> tuple[int, bool]:
     """Return a founder's stage (`NOTHING`, or `EVERY` for a full replica) and whether it trains."""
+    if pipeline is None:
+        return EVERY, True
     return (0, True) if role == "auto" else _named(role, pipeline) or (0, False)
 
 
@@ -89,11 +88,13 @@ def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:
 
 
 def last_of_part(
-    folder: RunFolder, run: str, pipeline: PipelinePlan, stage: int
+    folder: RunFolder, run: str, pipeline: PipelinePlan | None, stage: int
 ) -> Checkpoint | None:
     """Return the checkpoint with this node's progress when it served this stage; for a full
-    replica, that of the stage furthest behind. Return None if the node held no stage or a
-    checkpoint is missing."""
+    replica of a pipeline, that of the stage furthest behind. Return None if the node held no stage
+    or a checkpoint is missing."""
+    if pipeline is None:
+        return last_of(folder, run)
     saved = [last_of(folder, run, role_of(index)) for index in held(pipeline, stage)]
     found = [each for each in saved if each is not None]
     return (
@@ -103,41 +104,23 @@ def last_of_part(
     )
 
 
-def weights_of(
-    machine: MachineOptions, manifest: Manifest, *, begins: bool
-) -> WeightsFolder | None:
-    """Return the weights that a founder's model `begins` with, or that it hands out to servers of
-    stages in a later life too."""
-    hands_out = manifest.pipeline is not None and machine.model is not None
-    return first_weights(manifest.plan(), machine.model) if begins or hands_out else None
-
-
 def held(pipeline: PipelinePlan, stage: int) -> tuple[int, ...]:
     """Return the stages held when serving `stage`: all for `EVERY`, none for `NOTHING`."""
     return tuple(index for index in range(len(pipeline.stages)) if stage in (index, EVERY))
 
 
 def part_of(
-    machine: MachineOptions,
-    manifest: Manifest,
-    run: str,
-    peer: Peer,
-    text: NodeText,
-    report: Report,
-    stage: int,
-    trains: bool,
-    worker: Compute,
-    weights: WeightsFolder | None = None,
+    inputs: NodeInputs, peer: Peer, report: Report, stage: int, trains: bool, worker: Compute
 ) -> tuple[PipelineNode, list[CheckpointManager]]:
     """Return the node, and one checkpoint manager per stage, because any peer may later resume a
     single stage. All computation shares one thread, `worker`: no pass may see weights in the middle
     of a step."""
-    pipeline = manifest.pipeline_plan()
+    manifest, text, folder = inputs.known.manifest, inputs.text, inputs.machine.folder
+    plan, pipeline, run = manifest.plan(), manifest.pipeline_plan(), inputs.known.run
     assert pipeline is not None, "a run of whole models has no stages"
-    plan = manifest.plan()
-    saved = {index: last_of(machine.folder, run, role_of(index)) for index in held(pipeline, stage)}
+    saved = {index: last_of(folder, run, role_of(index)) for index in held(pipeline, stage)}
     known = {index: each for index, each in saved.items() if each is not None}
-    means = _means(machine, plan, pipeline, stage, worker, report, weights)
+    means = _means(inputs, pipeline, stage, worker, report)
     node = PipelineNode(
         plan, pipeline, peer, means, stage, text.tokens if trains else None, known, text.start
     )
@@ -145,11 +128,11 @@ def part_of(
         evaluate(node, manifest.evaluation.every, text.held_out)
     for before in known.values():
         go_on(node.watch, before.meta)
-    keepers = [_keeper(machine, manifest, run, serving, text, worker) for serving in node.servings]
+    keepers = [_keeper(inputs, serving, worker) for serving in node.servings]
     for serving, keeper in zip(node.servings, keepers, strict=True):
         keeper.watch, serving.loop.pause = node.watch, keeper.pause
     if node.trainer is not None:
-        position, files = SamplePosition(machine.folder.path, run), Worker("samples")
+        position, files = SamplePosition(folder.path, run), Worker("samples")
         samples = SampleKeeper(position, node.batches, files)
         node.trainer.source.counted = lambda batch: peer.context.spawn(samples.counted(batch))
     brake = brake_of(lambda: node.stopping)
@@ -172,16 +155,11 @@ def says_stages_device(role: str, device: Device) -> str:
 
 
 def _means(
-    machine: MachineOptions,
-    plan: RunPlan,
-    pipeline: PipelinePlan,
-    stage: int,
-    worker: Compute,
-    report: Report,
-    weights: WeightsFolder | None,
+    inputs: NodeInputs, pipeline: PipelinePlan, stage: int, worker: Compute, report: Report
 ) -> NodeServices:
     """Return what this machine gives a node; may raise `Uncomposable`, as `_room` does."""
-    free, needs = _room(machine, plan, pipeline, stage)
+    machine = inputs.machine
+    free, needs = _room(machine, inputs.known.manifest.plan(), pipeline, stage)
     storage = OuterFiles(machine.folder.outer).allocate if machine.outer == "disk" else in_memory
     return NodeServices(
         worker,
@@ -193,29 +171,23 @@ def _means(
         storage=storage,
         spool=Spool(Worker("files"), OuterFiles(machine.folder.snapshots).allocate),
         device=machine.device,
-        weights=weights,
+        weights=inputs.weights,
     )
 
 
-def _keeper(
-    machine: MachineOptions,
-    manifest: Manifest,
-    run: str,
-    serving: StageNode,
-    text: NodeText,
-    worker: Compute,
-) -> CheckpointManager:
+def _keeper(inputs: NodeInputs, serving: StageNode, worker: Compute) -> CheckpointManager:
+    machine = inputs.machine
     return CheckpointManager(
         serving,
         machine.folder,
-        run,
-        manifest.canonical().decode(),
+        inputs.known.run,
+        inputs.known.manifest.canonical().decode(),
         machine.checkpoint_s,
         role_of(serving.index),
         keep=machine.keep,
         keep_bytes=machine.keep_bytes,
         compute=worker,
-        tokenizer=text.tokenizer,
+        tokenizer=inputs.text.tokenizer,
         members=partial(members_of, serving.peer),
     )
 

@@ -9,10 +9,10 @@ from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments
 from farflock.node.assembly.text import NodeText
 from farflock.node.data.coming_shards import ReadingStopped
-from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.process.brake import with_brake
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.room import storage_of
+from farflock.node.process.run_text import NodeInputs
 from farflock.node.process.sample_keeper import SampleKeeper, keep_samples
 from farflock.node.process.torchrun import leading
 from farflock.node.reporting import Report
@@ -44,23 +44,19 @@ def until_stopped(train: Train) -> Train:
 
 
 def replica_of(
-    machine: MachineOptions,
-    manifest: Manifest,
-    run: str,
+    inputs: NodeInputs,
     peer: Peer,
-    text: NodeText,
     report: Report,
     files: Worker,
-    weights: WeightsFolder | None,
     train: Compute,
     before: Checkpoint | None = None,
 ) -> tuple[ReplicaNode, CheckpointManager]:
     """Return the node and its checkpoint manager. `files` is the thread that writes snapshots,
-    `train` the one that trains, and `weights` are what a founder's model begins with, if the run's
-    seed does not give it. A node that was in the run `before` keeps its place in the data and its
-    inner moments; the state comes from the swarm."""
+    `train` the one that trains. A node that was in the run `before` keeps its place in the data and
+    its inner moments; the state comes from the swarm."""
+    machine, manifest, text = inputs.machine, inputs.known.manifest, inputs.text
     copies = OuterFiles(machine.folder.snapshots).allocate
-    shared = leading(machine, manifest, peer.me, text, weights)
+    shared = leading(machine, manifest, peer.me, text, inputs.weights)
     if shared is not None:
         shared.replica.spool = copies
     node = replica_node(
@@ -76,18 +72,18 @@ def replica_of(
         device=machine.device,
         step_options=machine.step_options,
         shared=shared,
-        weights=weights,
+        weights=inputs.weights,
         start=text.start,
     )
 
     accumulate, batches = manifest.train.accumulate, node.training_task.batches
-    position = SamplePosition(machine.folder.path, run)
+    position = SamplePosition(machine.folder.path, inputs.known.run)
     samples = SampleKeeper(position, batches, Worker("samples"))
     keep_samples(node, samples, accumulate)
     keeper = CheckpointManager(
         node,
         machine.folder,
-        run,
+        inputs.known.run,
         manifest.canonical().decode(),
         machine.checkpoint_s,
         keep=machine.keep,

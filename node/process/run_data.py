@@ -18,8 +18,7 @@ from farflock.node.data.web_folder import WebFolder
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.process.data_copies import Copies
 from farflock.node.process.data_index import fetch_table
-from farflock.node.process.data_supply import DataSupply
-from farflock.node.process.held_out_supply import HeldOutSupply
+from farflock.node.process.data_supply import DataSupply, HeldOutSupply
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.status import DataStatus
 from farflock.node.process.web_shards import WebShards

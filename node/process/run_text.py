@@ -1,24 +1,26 @@
-"""A run's text and tokenizer on their way to this machine: what a node must have before it joins,
-what it fetches, and what it lends to others.
+"""What a node must have before its peer runs: room, the run's text, and trained weights.
+
+A joiner fetches what it lacks of the text and its tokenizer, which every node lends to others.
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from farflock.node.assembly.text import (
-    NodeText,
-    RunText,
-    text_of,
-)
-from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.assembly.known_run import KnownRun
+from farflock.node.assembly.text import NodeText, RunText, text_of
+from farflock.node.errors import Failure, FarflockError, RefusedByRun
 from farflock.node.model.corpus import SHIPPED
 from farflock.node.model.data import BadData, Start, evaluation_rows
 from farflock.node.model.evaluation import HeldOut
+from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.process.network import MachineOptions
+from farflock.node.process.room import fitted
 from farflock.node.process.run_data import RunData, fetch_data
 from farflock.node.run.data_section import DataSection, tokenizer_of
 from farflock.node.run.manifest import Manifest
+from farflock.node.run.model_section import first_weights
 from farflock.node.state.tokenizer_cache import cached_tokenizer, keep_tokenizer
 from farflock.node.tokens.json_tokenizer import JsonTokenizer, file_chunks
 from farflock.node.tokens.token_bytes import bytes_of_tokens
@@ -31,6 +33,40 @@ from farflock.swarm.peer.bootstrap import fetch_chunk
 CHUNK_TIMEOUT_S = 120.0  # for each chunk of a tokenizer's file
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInputs:
+    """What a node is assembled from: a machine with room for the known run, the run's text with its
+    prepared data, and the weights that a founder's model begins with."""
+
+    machine: MachineOptions
+    known: KnownRun
+    data: RunData | None  # None: the text is a corpus
+    text: NodeText
+    weights: WeightsFolder | None  # None: the run's seed or the swarm gives them
+
+
+async def inputs_of(
+    machine: MachineOptions,
+    known: KnownRun,
+    data: RunData | None,
+    start: Start,
+    error: type[FarflockError],
+    *,
+    begins: bool,
+) -> NodeInputs:
+    """Return what this machine has for a run that it `begins` or takes up, from this place in its
+    data on; raise `error` if it has no room for a step, and `Failure` if a founder lacks the run's
+    weights.
+
+    Founders hand weights out to servers of stages in a later life too."""
+    manifest = known.manifest
+    hands_out = manifest.pipeline is not None and machine.model is not None
+    weights = first_weights(manifest.plan(), machine.model) if begins or hands_out else None
+    machine = await fitted(machine, manifest, error)
+    text = await load_text(manifest, data, start)
+    return NodeInputs(machine, known, data, text, weights)
 
 
 def require_corpus(data: DataSection) -> None:
@@ -84,19 +120,16 @@ async def fetch_tokenizer(
     keep_tokenizer(bytes(raw))
 
 
-async def load_text(
-    manifest: Manifest, data: RunData | None = None, start: Start | None = None
-) -> NodeText:
+async def load_text(manifest: Manifest, data: RunData | None, start: Start) -> NodeText:
     """Return the run's text as tokens, which a thread reads: it may be long."""
 
     def loaded() -> NodeText:
-        begin = start or Start()
         if data is None:
             text = text_of(manifest.data)
             held_out = _held_out(manifest, text.tokenizer, text)
-            return NodeText(text.tokenizer, text.train(), begin, held_out)
+            return NodeText(text.tokenizer, text.train(), start, held_out)
         tokenizer = tokenizer_of(manifest.data)
-        return NodeText(tokenizer, data.text(), begin, _held_out(manifest, tokenizer, data))
+        return NodeText(tokenizer, data.text(), start, _held_out(manifest, tokenizer, data))
 
     reader = Worker("text")
     try:

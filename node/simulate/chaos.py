@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from farflock.node.process.worker_processes import end_with_parent, warm
 from farflock.node.simulate.chaos_methods import PHASES, ChaosCase, case_of
 from farflock.node.simulate.invariants import DEADLINE_S, InvariantChecker
 from farflock.node.simulate.phase_tap import PhaseTap
 from farflock.node.simulate.population import SLICE_S, PeerLife, Population
+from farflock.node.simulate.worker_processes import end_with_parent, warm
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.protocol.quorum import is_quorum

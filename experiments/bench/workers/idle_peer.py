@@ -13,8 +13,9 @@ import psutil
 
 from farflock.experiments.bench.workers.fleet import Owner
 from farflock.experiments.bench.workers.member import Place
+from farflock.node.process.entering import found
 from farflock.node.process.network import MachineOptions
-from farflock.node.process.node_process import NodeProcess, found
+from farflock.node.process.node_process import NodeProcess
 from farflock.node.run.manifest import Manifest, resolve
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.frame import Frame, pack, unpack

@@ -4,7 +4,7 @@
 turn: the processor seconds of both loops, and those of the node's training thread, its event loop
 and all its other threads.
 
-The node is alone and assembled as in `node/process/node_process.py`, with real links, worker
+The node is alone and assembled as in `node/process/assembling.py`, with real links, worker
 threads for steps and codecs, and its history on disk, but no directory, checkpoints or status file,
 and with a method that exchanges nothing. Both loops take the same steps on the same batches and
 must reach the same loss.

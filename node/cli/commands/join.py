@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LOOK_TIMEOUT_S = 30.0
 ANSWER_S = 3.0  # for members to answer before anything else is known of the run
-HEAVY = ("farflock.node.cli.commands.training", "farflock.node.process.node_process")
+HEAVY = ("farflock.node.cli.commands.training", "farflock.node.process.entering")
 
 
 @click.command("join")
@@ -76,7 +76,7 @@ def command(
         return stopped
     from farflock.node.assembly.learnt import LEARN_TIMEOUT_S
     from farflock.node.cli.commands.training import train
-    from farflock.node.process.node_process import join
+    from farflock.node.process.entering import join
 
     def greet(node: "NodeProcess") -> None:
         stack.close()  # the bar makes room for the live view

@@ -88,8 +88,8 @@ def command(
         )
         return 0
     from farflock.node.cli.commands.training import train
+    from farflock.node.process.entering import found
     from farflock.node.process.host import is_loopback
-    from farflock.node.process.node_process import found
     from farflock.node.state.paths import write_whole
 
     def greet(node: "NodeProcess") -> None:

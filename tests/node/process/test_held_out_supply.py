@@ -12,8 +12,7 @@ from farflock.node.assembly.text import RunText
 from farflock.node.data.local_shards import LocalShards, table_of
 from farflock.node.data.shard_cache import ShardCache
 from farflock.node.model.data import evaluation_rows
-from farflock.node.process.data_supply import GIVE_UP_S, DataSupply
-from farflock.node.process.held_out_supply import HeldOutSupply
+from farflock.node.process.data_supply import GIVE_UP_S, DataSupply, HeldOutSupply
 from farflock.node.process.run_data import RunData
 from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.swarm.sim.virtual_time import run_virtual

@@ -20,7 +20,7 @@ def said(card, folder, role, pipeline=None, **options):
     part = SimpleNamespace(role=role)
     session = SimpleNamespace(known=SimpleNamespace(manifest=manifest))
     journal = SimpleNamespace(report=None)
-    return NodeProcess(machine, session, None, part, None, journal, [], None).says_device()
+    return NodeProcess(machine, session, None, part, journal, [], None).says_device()
 
 
 @pytest.mark.parametrize(

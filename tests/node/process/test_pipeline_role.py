@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from worlds.card import CARD
 
 from farflock.node.assembly.checkpoints import folder_of, save_all
+from farflock.node.assembly.known_run import KnownRun
 from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Usage
@@ -26,6 +27,7 @@ from farflock.node.process.pipeline_role import (
     last_of_part,
     part_of,
 )
+from farflock.node.process.run_text import NodeInputs
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import resolve
 from farflock.node.run.memory import needed_stage_bytes, needed_stage_device_bytes
@@ -208,9 +210,10 @@ def made(
     async def main():
         async with swarm.peer(0).running() as peer:
             machine = MachineOptions(RunFolder(folder), checkpoint_s=7.0, device=device or Device())
+            known = KnownRun(RUN, "founder", manifest, b"")
+            inputs = NodeInputs(machine, known, None, NodeText(ByteTokenizer(), text), None)
             node, keepers = part_of(
-                *(machine, manifest, RUN, peer, NodeText(ByteTokenizer(), text)),
-                *(lambda kind, fields: None, stage, trains, Worker("stage")),
+                inputs, peer, lambda kind, fields: None, stage, trains, Worker("stage")
             )
             found = look(node, keepers)
             return await found if asyncio.iscoroutine(found) else found

@@ -15,8 +15,8 @@ from farflock.node.assembly.checkpoints import last_of
 from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.model.device import Device, choose
 from farflock.node.model.step_options import StepOptions
+from farflock.node.process.entering import found, join
 from farflock.node.process.network import MachineOptions
-from farflock.node.process.node_process import found, join
 from farflock.node.process.room import fitted, reckoned, storage_of, with_room
 from farflock.node.run.invite import parse
 from farflock.node.run.manifest import resolve

@@ -6,8 +6,8 @@ import pytest
 from worlds.model_folder import write_model
 
 from farflock.node.errors import Failure
+from farflock.node.process.entering import found
 from farflock.node.process.network import MachineOptions
-from farflock.node.process.node_process import found
 from farflock.node.run.manifest import resolve
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.identity import Identity

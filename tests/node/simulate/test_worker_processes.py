@@ -8,12 +8,12 @@ import sys
 import pytest
 from worlds.waiting import alive, completed, until_real
 
-from farflock.node.process.worker_processes import warm
+from farflock.node.simulate.worker_processes import warm
 
 MODULE = "farflock.node.simulate.chaos"
 PROGRAM = f"""
 import concurrent.futures, json, os, sys
-from farflock.node.process.worker_processes import warm
+from farflock.node.simulate.worker_processes import warm
 
 def seen():
     return os.getppid(), "{MODULE}" in sys.modules
@@ -43,7 +43,7 @@ def test_workers_are_forks_of_one_process_that_has_imported_the_module(nursery, 
 
 ORPHANS = f"""
 import concurrent.futures, os, signal, sys, time
-from farflock.node.process.worker_processes import end_with_parent, warm
+from farflock.node.simulate.worker_processes import end_with_parent, warm
 
 if __name__ == "__main__":
     pool = concurrent.futures.ProcessPoolExecutor(2, warm("{MODULE}"), end_with_parent)
