@@ -12,8 +12,8 @@ import pytest
 from worlds.peers import peer_over
 from worlds.pipeline_audit import TEXT, pipeline, plan
 
+from farflock.node.pipeline.lifecycle import rebalancer
 from farflock.node.run.planned_paths import plan_of_texts
-from farflock.node.run.terms import RebalanceTerms
 from farflock.node.simulate.pipeline import PeerRole, PipelineSimulation, PipelineWorld
 from farflock.swarm.roles import role_of
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -144,17 +144,17 @@ class OverSockets(Traced):
                 await links.close()
 
 
-NOBODY_MOVES = RebalanceTerms(0.0)  # to another stage because this machine keeps one waiting
 POLICIES = {
-    name: pipeline(
-        4, BATCH, policy=name, paths=PATHS if name == "planned" else None, balance=NOBODY_MOVES
-    )
+    name: pipeline(4, BATCH, policy=name, paths=PATHS if name == "planned" else None)
     for name in NAMES
 }
 
 
 @pytest.mark.ci_more
-def test_each_pass_is_computed_by_the_same_server_as_in_the_simulator():
+def test_each_pass_is_computed_by_the_same_server_as_in_the_simulator(monkeypatch):
+    # Where servers start slowly, one would move to a stage whose own server is still to come.
+    monkeypatch.setattr(rebalancer, "due_move", lambda balance, snapshot, before: None)
+
     async def over_sockets():  # all policies at the same time: most of it is waiting
         return await asyncio.gather(*(OverSockets(cut).walk() for cut in POLICIES.values()))
 
