@@ -133,6 +133,8 @@ class Parts:
         if asked := config.getoption("--part"):
             self.number, self.count = map(int, asked.split("/"))
         self.division = config.getoption("--division")
+        path = config.getoption("--report")
+        self.report = None if path is None else open(path, "a", buffering=1)  # noqa: SIM115
         self.long = LONG.get(self.division)
         self.all = files()
         names = {
@@ -200,8 +202,7 @@ class Parts:
             self._note(report, "collect", 0.0, is_real=False)
 
     def _note(self, report, when, seconds, is_real, why=""):
-        path = self.config.getoption("--report")
-        if path is None:
+        if self.report is None:
             return
         entry = {
             "test": report.nodeid,
@@ -211,5 +212,8 @@ class Parts:
             "is_real": is_real,
             "why": why,
         }
-        with open(path, "a") as file:
-            file.write(json.dumps(entry) + "\n")
+        self.report.write(json.dumps(entry) + "\n")
+
+    def pytest_unconfigure(self):
+        if self.report is not None:
+            self.report.close()

@@ -63,10 +63,17 @@ def tired():
 def test_a(tired): pass
 """
 PASSES = "def test_b(): pass\n"
+# The judge, whose runs of pytest are forks: another program stands in for Python.
+JUDGE = """
+import runpy, sys
+sys.path[0] = "tests"
+sys.executable, *sys.argv[1:] = sys.argv[1:]
+runpy.run_path("tests/judge.py", run_name="__main__")
+"""
 
 
 @pytest.fixture
-def judged(tmp_path):
+def judged(nursery, tmp_path):
     """A function that judges a tree of these tests; return the exit code and what was said."""
     (tmp_path / "tests").mkdir()
     for name in COPIED:
@@ -74,6 +81,7 @@ def judged(tmp_path):
         copy = shutil.copytree if source.is_dir() else shutil.copy
         copy(source, tmp_path / "tests" / name)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    python = nursery.stand_in(tmp_path / "python")
 
     def judge(*texts, parts=("pure", "real"), strict=False):
         for number, text in enumerate((*texts, PASSES)):
@@ -81,7 +89,7 @@ def judged(tmp_path):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "STRICT": "1" if strict else ""}
         environment.pop("PYTEST_XDIST_WORKER", None)
         done = completed(
-            [sys.executable, "tests/judge.py", *parts],
+            [sys.executable, "-c", JUDGE, python, *parts],
             limit_s=2 * LIMIT_S,
             cwd=tmp_path,
             env=environment,

@@ -10,6 +10,7 @@ The last sample ends where the shard does. A shard with fewer than `length` toke
 """
 
 import bisect
+from array import array
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +23,18 @@ def sample_starts(tokens: TokenIds, end_of_text: int | None, length: int) -> NDA
     assert length > 0, "a sample has tokens"
     total = len(tokens)
     ends = memoryview(_ends(tokens, end_of_text).data)  # whose items are Python's own integers
-    starts, start = list[int](), 0
+    starts, start = array("q"), 0
     while start + length < total:
-        starts.append(start)
         stop = start + length
         cut = bisect.bisect_right(ends, stop)  # the first document that does not end here
         begin = ends[cut - 1] if cut else 0
-        start = begin if begin > start and ends[cut] - begin <= length else stop
+        if begin <= start:  # all of it is of this document, as are the samples up to its end
+            stop = start + (ends[cut] - 1 - start) // length * length
+            starts.extend(range(start, stop, length))
+            start = stop
+        else:
+            starts.append(start)
+            start = begin if ends[cut] - begin <= length else stop
     if start < total and total >= length:
         starts.append(total - length)
     return np.array(starts, dtype=np.int64)

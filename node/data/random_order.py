@@ -25,4 +25,9 @@ def raw_outputs(key: NDArray[np.uint64], place: tuple[int, int], count: int) -> 
 def random_order(key: NDArray[np.uint64], place: tuple[int, int], count: int) -> NDArray[np.int64]:
     """Return a permutation of 0 to `count` - 1, that of as many outputs; equal ones (very rare)
     keep their order."""
-    return np.argsort(raw_outputs(key, place, count), kind="stable")
+    drawn = raw_outputs(key, place, count)
+    order = np.argsort(drawn)  # with vector instructions, four times as fast as a stable sort
+    ordered = drawn[order]
+    if (ordered[1:] == ordered[:-1]).any():
+        return np.argsort(drawn, kind="stable")
+    return order

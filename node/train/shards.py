@@ -134,8 +134,9 @@ class ShardLayout:
 
     def max_bytes(self, codec: Codec) -> int:
         """Return the most bytes that the payloads of all shards take together in this codec."""
+        max_bytes_of = functools.cache(codec.max_bytes)
         return sum(
-            _LENGTH.size + codec.max_bytes(each.count) for shard in self.shards for each in shard
+            _LENGTH.size + max_bytes_of(each.count) for shard in self.shards for each in shard
         )
 
     def encode(self, index: int, round_number: int, tensors: Mapping[str, Tensor]) -> bytes:

@@ -12,7 +12,8 @@ tensors to these parameters.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -152,10 +153,17 @@ def _declared(default: object, key: str, whose: Whose, kind: Kind, stays: bool =
     )
 
 
-def _places(owner: "DataclassInstance") -> Iterator[tuple[str, _Place]]:
-    for each in dataclasses.fields(owner):
-        if place := each.metadata.get(_METADATA):
-            yield each.name, dataclasses.replace(place, key=place.key or each.name.lstrip("_"))
+def _places(owner: "DataclassInstance") -> tuple[tuple[str, _Place], ...]:
+    return _places_of(type(owner))
+
+
+@functools.cache
+def _places_of(kind: "type[DataclassInstance]") -> tuple[tuple[str, _Place], ...]:
+    return tuple(
+        (each.name, dataclasses.replace(place, key=place.key or each.name.lstrip("_")))
+        for each in dataclasses.fields(kind)
+        if (place := each.metadata.get(_METADATA))
+    )
 
 
 def _parts(owner: "DataclassInstance", name: str) -> list[Any]:

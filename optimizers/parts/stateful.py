@@ -1,6 +1,7 @@
 """Base classes of methods: `Method`'s state functions, derived from declared fields
 (optimizers/parts/state_fields.py), and the rounds of methods that exchange every N local steps."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -253,7 +254,10 @@ def mean_of(exchange: Exchange, result: Result) -> Tensors:
 
 def _has(replica: Replica, moment: str) -> bool:
     """Return whether a moment is nonzero anywhere."""
-    return not all(is_zero(stored(replica, name, moment)) for name in replica.names)
+    return not all(
+        is_zero(replica.block(name, moment, 0, math.prod(replica.shapes[name])))
+        for name in replica.names
+    )
 
 
 def _shapes(replica: Replica, moment: str) -> dict[str, tuple[int, ...]]:

@@ -16,29 +16,35 @@ LINE = {
 }
 
 
-def made(folder, *lines, before=()):
-    script = folder / SCRIPT.name
-    script.write_text(SCRIPT.read_text())
-    files = []
-    for number, some in enumerate([before, lines] if before else [lines]):
-        files.append(folder / f"{number}.jsonl")
-        files[-1].write_text("".join(json.dumps(line) + "\n" for line in some))
-    paths = map(str, files)
-    command = [sys.executable, str(script), *paths, "--commit", "abc", "--date", "2026-01-02"]
-    return completed(command, capture_output=True, text=True)
+@pytest.fixture
+def made(nursery, tmp_path):
+    """A function that makes the page of these lines, in a fork."""
+
+    def make(*lines, before=()):
+        script = tmp_path / SCRIPT.name
+        script.write_text(SCRIPT.read_text())
+        files = []
+        for number, some in enumerate([before, lines] if before else [lines]):
+            files.append(tmp_path / f"{number}.jsonl")
+            files[-1].write_text("".join(json.dumps(line) + "\n" for line in some))
+        paths = map(str, files)
+        command = [sys.executable, str(script), *paths, "--commit", "abc", "--date", "2026-01-02"]
+        return completed(command, nursery.run, capture_output=True, text=True)
+
+    return make
 
 
-def test_each_metric_is_a_row_with_the_device_and_the_commit(tmp_path):
-    assert made(tmp_path, LINE, {"failed": "gpu.overlap"}).returncode == 0
+def test_each_metric_is_a_row_with_the_device_and_the_commit(made, tmp_path):
+    assert made(LINE, {"failed": "gpu.overlap"}).returncode == 0
     page = (tmp_path / "benchmarks-gpu.md").read_text()
     assert ", commit abc, 2026-01-02." in page
     assert "| gpu.mfu | 0.5 | 0.5123 | 0.98 | 5 | of the products | a \\| b |" in page
     assert page.count("\n| ") == 3
 
 
-def test_of_several_files_each_metrics_last_line_counts(tmp_path):
+def test_of_several_files_each_metrics_last_line_counts(made, tmp_path):
     older = [LINE | {"value": 0.4}, LINE | {"metric": "gpu.overlap"}]
-    assert made(tmp_path, LINE, before=older).returncode == 0
+    assert made(LINE, before=older).returncode == 0
     page = (tmp_path / "benchmarks-gpu.md").read_text()
     assert "| gpu.mfu | 0.5 |" in page
     assert "| gpu.overlap |" in page
@@ -46,8 +52,8 @@ def test_of_several_files_each_metrics_last_line_counts(tmp_path):
     assert page.count("\n| ") == 4
 
 
-def test_without_a_metric_the_page_stays(tmp_path):
-    done = made(tmp_path, {"failed": "gpu"})
+def test_without_a_metric_the_page_stays(made, tmp_path):
+    done = made({"failed": "gpu"})
     assert done.returncode == 1
     assert "has no metric" in done.stderr
     assert not (tmp_path / "benchmarks-gpu.md").exists()

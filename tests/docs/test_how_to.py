@@ -1,7 +1,7 @@
 """Follow the pages of docs/how-to/ from top to bottom in an empty folder.
 
-Files are written, diffs are applied, and commands run in fresh processes; each must print what
-the page says. A file with a folder in its name belongs to a checkout, so the test copies one.
+Files are written, diffs are applied, and commands run; each must print what the page says. A file
+with a folder in its name belongs to a checkout, so the test copies one.
 """
 
 import os
@@ -21,6 +21,7 @@ PAGES = ROOT / "docs" / "how-to"
 STEP = re.compile(r"(?:`([\w./-]+)`[^`\n]*:\n\n)?```(\w+)\n(.*?)^```$", re.M | re.S)
 COPIED = ("optimizers", "compression", "docs", "tests/compression", "tests/golden")
 LINKED = ("node", "swarm", "experiments", "tests/worlds")
+INSTALLED = Path(sys.executable).parent
 LAWS = {"new-method": method_check.LAWS, "new-codec": codec_check.LAWS}
 
 
@@ -57,9 +58,17 @@ def copy_of_the_checkout(target):
     return target
 
 
-def in_a_shell(command, home, folder):
-    """A line of a shell, in a fresh process."""
-    search = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+@pytest.fixture
+def programs(nursery, tmp_path_factory):
+    """A folder with `python`, as forks."""
+    folder = tmp_path_factory.mktemp("programs")
+    nursery.stand_in(folder / "python")
+    return folder
+
+
+def in_a_shell(command, home, folder, programs):
+    """A line of a shell, with these programs."""
+    search = os.pathsep.join((str(programs), os.environ["PATH"]))
     environment = {
         **os.environ,
         "PATH": search,
@@ -73,8 +82,9 @@ def in_a_shell(command, home, folder):
     return " ".join((done.stdout + done.stderr).split())
 
 
-def follow(page, home):
-    """Do what a page says; returns the commands."""
+def follow(page, home, programs=INSTALLED):
+    """Do what a page says; returns the commands. Those in a checkout are fresh processes, which
+    import what an author has changed."""
     checkout, scratch = copy_of_the_checkout(home / "farflock"), home / "scratch"
     scratch.mkdir()
     commands = []
@@ -87,7 +97,8 @@ def follow(page, home):
         else:
             assert language == "console"
             command, _, said = text.removeprefix("$ ").partition("\n")
-            shown = in_a_shell(command, home, scratch)
+            is_fresh = "~/farflock" in command
+            shown = in_a_shell(command, home, scratch, INSTALLED if is_fresh else programs)
             assert re.search(pattern(said), shown), f"{command} printed: {shown}"
             assert bool(said.strip()) == bool(shown)
             commands.append(command)
@@ -97,8 +108,8 @@ def follow(page, home):
 @pytest.mark.net
 @pytest.mark.ci_more
 @pytest.mark.parametrize(("name", "commands"), [("new-method", 4), ("new-codec", 4)])
-def test_the_page_can_be_followed_literally(tmp_path, name, commands):
-    done = follow((PAGES / f"{name}.md").read_text(), tmp_path)
+def test_the_page_can_be_followed_literally(tmp_path, programs, name, commands):
+    done = follow((PAGES / f"{name}.md").read_text(), tmp_path, programs)
     assert len(done) == commands
     assert done[0] == done[-1] == "python try_it.py"  # right at first, with the mistake at last
 

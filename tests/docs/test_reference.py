@@ -13,8 +13,15 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "make_reference.py"
 
 
-def made(*arguments, script=SCRIPT):
-    return completed([sys.executable, str(script), *arguments], capture_output=True, text=True)
+@pytest.fixture
+def made(nursery):
+    """A function that runs the generator, or a copy of it, in a fork."""
+
+    def run(*arguments, script=SCRIPT):
+        command = [sys.executable, str(script), *arguments]
+        return completed(command, nursery.run, capture_output=True, text=True, check=False)
+
+    return run
 
 
 def copy_of_the_script(target):
@@ -28,14 +35,14 @@ def copy_of_the_script(target):
 
 
 @pytest.mark.net
-def test_the_reference_is_what_the_code_says():
+def test_the_reference_is_what_the_code_says(made):
     done = made("--check")
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.net
 @pytest.mark.ci_more
-def test_a_stale_page_is_shown_as_a_diff(tmp_path):
+def test_a_stale_page_is_shown_as_a_diff(made, tmp_path):
     script = copy_of_the_script(tmp_path)
     page = script.parent / "reference" / "codecs.md"
     page.write_text(page.read_text().replace("| `int8` | 8.12", "| `int8` | 1.12"))
@@ -54,7 +61,7 @@ def test_a_stale_page_is_shown_as_a_diff(tmp_path):
         ("[partner]", '[partner]\n"smell" = "Unpleasant."', "does not have: smell"),
     ],
 )
-def test_words_that_do_not_fit_the_code_are_refused(tmp_path, before, after, said):
+def test_words_that_do_not_fit_the_code_are_refused(made, tmp_path, before, after, said):
     script = copy_of_the_script(tmp_path)
     words = script.parent / "generate" / "words.toml"
     words.write_text(words.read_text().replace(before, after))

@@ -221,7 +221,7 @@ def test_a_joiner_gets_the_tokenizer_from_the_swarm_and_keeps_it_with_its_checkp
     raw = train_tokenizer([load_corpus("shakespeare").train[:20_000]], 400)
     (tmp_path / "tok.json").write_bytes(raw)
     tokenizer = f'[data]\ntokenizer = "{tmp_path}/tok.json"\n'
-    (tmp_path / "run.toml").write_text(RUN + tokenizer)
+    (tmp_path / "run.toml").write_text(RUN.replace("40_000", "10_000") + tokenizer)
     homes = {
         name: os.environ | ENVIRONMENT | {"FARFLOCK_HOME": str(tmp_path / name)} for name in "ab"
     }

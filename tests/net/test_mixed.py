@@ -20,7 +20,7 @@ def found(run, manifest, role):
 
 def begun(run, steps):
     """A replica that founds, a server of each of two stages, a trainer; slow until told."""
-    run.brake(0.2)
+    run.brake(0.3)
     manifest = described(4, steps, stages=STAGES)
     founder = found(run, manifest, "replica")
     servers = [run.join(f"server-{stage}", "--role", f"stage:{stage}") for stage in range(STAGES)]
@@ -37,7 +37,7 @@ def all_counted_once(*nodes):
 def test_a_replica_keeps_the_stage_of_its_pipeline_whose_only_server_is_killed(
     run,
 ):
-    total, replica, servers, trainer = begun(run, 120)
+    total, replica, servers, trainer = begun(run, 80)
     replica.reaches(lambda status: status["tokens"] >= total // 10)
     servers[1].kill()
     left = trainer.reaches(lambda status: len(status["members"]) == 3)

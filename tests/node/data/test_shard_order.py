@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farflock.node.data import random_order
 from farflock.node.data.shard_order import SampleStream, ShardOrder, group_of, group_range
 
 SOURCE = "ab" * 32
@@ -76,6 +77,14 @@ def test_the_orders_are_those_first_written_down():
     groups = [one.group(3, group) for group in range(one.groups)]
     assert groups == [[4], [5, 2], [1, 9, 8, 0], [10, 6, 7, 11, 3]]
     assert one.samples(3, 2, 8).tolist() == [5, 6, 7, 0, 2, 4, 1, 3]
+
+
+def test_equal_numbers_keep_their_order(monkeypatch):
+    """Which are so rare that no seed is known that draws them."""
+    drawn = np.random.default_rng(3).integers(0, 50, 500, dtype=np.uint64)
+    monkeypatch.setattr(random_order, "raw_outputs", lambda key, place, count: drawn)
+    found = order(9).samples(0, 0, len(drawn))
+    assert np.array_equal(found, np.lexsort((np.arange(len(drawn)), drawn)))
 
 
 def first_samples(stream, shards, in_shard, count):

@@ -124,7 +124,7 @@ def test_one_peer_alone_is_a_swarm_too():
 
 
 def test_a_line_has_the_speed_that_it_is_given():
-    slow = LinkModel(up_bytes_per_s=1e6, down_bytes_per_s=1e6, latency_s=0.05)
+    slow = LinkModel(up_bytes_per_s=4e6, down_bytes_per_s=4e6, latency_s=0.05)
 
     def work(rank, optimize):
         model = nn.Linear(200, 200)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from worlds import virtual_optimizer
-from worlds.waiting import LIMIT_S
+from worlds.virtual_optimizer import train_together
 
 import farflock
 from farflock.node.errors import Failure, RefusedByRun, Usage
@@ -273,26 +273,33 @@ def test_a_joiner_takes_over_the_founder_s_weights_whatever_its_own():
     assert equal(founder, weights(net(seed=0)))
 
 
-@pytest.mark.net
 def test_a_step_does_not_wait_for_a_rank_that_thinks_and_that_rank_catches_up():
-    go_on = threading.Event()
+    go_on = asyncio.Event()
 
-    def work(rank, optimize):
-        model = net()
-        optimizer = optimize(model, inner=adamw)
-        if rank == 1:
-            assert go_on.wait(LIMIT_S)
-            train(optimizer, model, range(2))
-            return optimizer.last_round, weights(model)
-        train(optimizer, model, range(2))  # for half of the deadline it waits
-        assert optimizer.last_round == ("delta", 0, "partial", 1)
-        go_on.set()
-        train(optimizer, model, range(2, 4))
-        return optimizer.last_round, weights(model)
+    async def work(member):
+        if member.rank == 1:
+            await go_on.wait()
+        await steps(member, range(2))  # for half of the deadline the first one waits
+        if member.rank == 0:
+            assert ended(member.rounds[0]) == (0, "partial", 1)
+            go_on.set()
+            await steps(member, range(2, 4))
+        return [ended(entry) for entry in member.rounds], weights(member.model)
+
+    async def steps(member, numbers):
+        for number in numbers:
+            await asyncio.sleep(0.5)
+            await member.step(lambda model, number=number: loss_of(model, number + member.rank))
+
+    def ended(fields):
+        return fields["round"], fields["status"], fields["peers"]
 
     # the second round waits as long for the rank that has begun to train
-    (first, ours), (second, theirs) = two(work, "diloco", period=2, deadline_s=16.0)
-    assert first == second == ("delta", 1, "ok", 2)
+    terms = {"period": 2, "deadline_s": 16.0}
+    (first, ours), (second, theirs) = train_together(
+        2, "diloco", lambda rank: net(), work, adamw, **terms
+    )
+    assert first[-1] == second[-1] == (1, "ok", 2)
     assert equal(ours, theirs)
 
 

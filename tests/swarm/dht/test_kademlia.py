@@ -24,6 +24,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from worlds.waiting import LIMIT_S, completed, until
 
+from farflock.swarm.dht import daemon
 from farflock.swarm.dht import kademlia as dht
 from farflock.swarm.dht.daemon import BoundDaemon
 from farflock.swarm.dht.files import IdentityInUse, PortTaken
@@ -143,13 +144,13 @@ async def hostile(stack, honest, protocol=PlainProtocol, max_message_bytes=2**20
 @contextlib.asynccontextmanager
 async def stopped(directory):
     """The directory's daemon neither answers nor ends, as after SIGSTOP or on a cut link."""
-    daemon = psutil.Process(directory.daemon_pid)
-    daemon.suspend()
-    await until(lambda: daemon.status() == psutil.STATUS_STOPPED, every_s=0.01)
+    process = psutil.Process(directory.daemon_pid)
+    process.suspend()
+    await until(lambda: process.status() == psutil.STATUS_STOPPED, every_s=0.01)
     try:
         yield
     finally:
-        daemon.resume()
+        process.resume()
 
 
 async def ended(p2p):
@@ -510,7 +511,11 @@ async def test_one_identity_cannot_run_twice(stack, folder):
         (["/" * 1000 + UNREACHABLE], "is not the address of a peer"),
     ],
 )
-def test_an_invite_that_leads_nowhere_is_explained_and_leaves_nothing(tmp_path, addresses, message):
+def test_an_invite_that_leads_nowhere_is_explained_and_leaves_nothing(
+    tmp_path, monkeypatch, addresses, message
+):
+    monkeypatch.setattr(daemon, "DOOR_WAITS_S", (0.1, 0.1, 0.1))
+
     @in_loop
     async def attempt(stack, folder):
         with pytest.raises(DirectoryUnreachable, match=message):

@@ -7,6 +7,7 @@ import pytest
 
 from farflock.node.run.invite import Invite, mint
 from farflock.swarm.contact import Contact
+from farflock.swarm.dht import daemon
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 MEMBER = Contact(PEER, bytes(32), "127.0.0.1", 9, 9, 9)
@@ -17,7 +18,10 @@ def invite(lasts_s):
 
 
 @pytest.mark.net
-def test_a_dry_run_of_a_run_that_no_peer_answers_for_says_so_and_makes_nothing(farflock, tmp_path):
+def test_a_dry_run_of_a_run_that_no_peer_answers_for_says_so_and_makes_nothing(
+    farflock, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(daemon, "DOOR_WAITS_S", (0.1, 0.1, 0.1))
     code, out, _ = farflock("join", invite(60), "--dry-run", "--json")
     assert code == 1
     assert "could be reached; check this machine's network" in json.loads(out)["error"]
