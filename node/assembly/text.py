@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from farflock.node.assembly.prepared_corpus import prepared_corpus
-from farflock.node.data.documents import cut_parts
+from farflock.node.data.documents import cut_passages
 from farflock.node.data.folder import PreparedFolder
 from farflock.node.data.samples import FolderShards, Text
 from farflock.node.errors import RefusedByRun
@@ -67,8 +67,10 @@ def corpus_text(corpus: Corpus, tokenizer: Tokenizer) -> RunText:
 
 
 def tokens_of(text: str, tokenizer: Tokenizer) -> TokenIds:
-    """Return a text's tokens, by parts as in prepared data: little is in memory beside them."""
-    return np.concatenate([tokenizer.encode(part.decode()) for part in cut_parts([text.encode()])])
+    """Return a text's tokens, by passages as in prepared data: little is in memory beside them."""
+    return np.concatenate(
+        [tokenizer.encode(passage.decode()) for passage in cut_passages([text.encode()])]
+    )
 
 
 def prepared_folders(data: DataSection, folders: Sequence[Path]) -> tuple[PreparedFolder, ...]:

@@ -84,19 +84,19 @@ def out_of_memory_in(step):
 
 def state_of(node):
     """Return all that a checkpoint holds, on the CPU."""
-    parts, _cursors = checkpoint_state(node)
-    return {part: {name: x.clone() for name, x in held.items()} for part, held in parts.items()}
+    groups, _cursors = checkpoint_state(node)
+    return {group: {name: x.clone() for name, x in held.items()} for group, held in groups.items()}
 
 
 def close(one, other, rounding=1e-9):
     """Raise `AssertionError` unless two states are equal within rounding of a few steps."""
     assert one.keys() == other.keys()
-    for part, held in one.items():
-        assert held.keys() == other[part].keys()
+    for group, held in one.items():
+        assert held.keys() == other[group].keys()
         for name, x in held.items():
-            away = (x.double() - other[part][name].double()).norm()
-            least = rounding if part == "personal" else 1e-9
-            assert away <= 1e-2 * other[part][name].double().norm() + least, f"{part} {name}"
+            away = (x.double() - other[group][name].double()).norm()
+            least = rounding if group == "personal" else 1e-9
+            assert away <= 1e-2 * other[group][name].double().norm() + least, f"{group} {name}"
 
 
 @pytest.mark.parametrize(
@@ -154,10 +154,10 @@ def test_a_checkpoint_goes_on_wherever_it_was_written(bench, text, single, tmp_p
     made = bench(text, total=TOKENS, period=5, codec="int8", feedback=0.9)
     first, second = (single, None) if from_card else (None, single)
     node = alone(made, TOKENS // 2, first)
-    parts, cursors = checkpoint_state(node)
-    saved = checkpoint.load(checkpoint.save(tmp_path, node.step, parts, {"node": cursors}))
-    for part, held in state_of(node).items():
-        assert all(torch.equal(x, saved.parts[part][name]) for name, x in held.items()), part
+    groups, cursors = checkpoint_state(node)
+    saved = checkpoint.load(checkpoint.save(tmp_path, node.step, groups, {"node": cursors}))
+    for group, held in state_of(node).items():
+        assert all(torch.equal(x, saved.groups[group][name]) for name, x in held.items()), group
     resumed = alone(made, device=second, saved=saved)
     assert resumed.last_loss == pytest.approx(alone(made).last_loss, rel=1e-3)
 
@@ -229,7 +229,7 @@ def test_out_of_memory_in_step_7_loses_no_sample_and_counts_no_step_twice(
     made = bench(text, method, total=TOKENS, **OPTIONS[method])
     whole = alone(made, device=single)
     found = alone(made, device=single, change=out_of_memory_in(7))
-    assert found.loop.training_task.parts.at_once == 1
+    assert found.loop.training_task.groups.at_once == 1
     assert found.loop.training_task.batches.begun == [*range(8), 7, 8, 9]
     assert (found.step, found.tokens) == (whole.step, whole.tokens) == (10, 640)
     assert found.last_loss == pytest.approx(whole.last_loss, rel=1e-5)
@@ -250,7 +250,7 @@ def test_a_run_in_parts_that_fit_a_small_card_ends_with_the_loss_of_whole_batche
     room = needed_device_bytes(made.plan, StepChoices(2, on_device=True, is_lower=False))
     CARD.leave_free(room + probabilities_bytes(made.plan, 2))
     found = alone(made, 6 * 256, single)
-    assert found.loop.training_task.parts.at_once == 2
+    assert found.loop.training_task.groups.at_once == 2
     assert CARD.peak_bytes <= CARD.capacity_bytes
     assert found.last_loss == pytest.approx(loss, rel=1e-5)
     close(state_of(found), state)
