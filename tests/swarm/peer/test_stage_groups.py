@@ -174,7 +174,7 @@ async def test_a_member_without_the_content_of_a_round_never_contributes_that_pa
 
 @flock(0, 1, NOTHING, NOTHING)
 async def test_a_content_that_comes_late_or_that_a_minority_waits_for_is_waited_for(made):
-    newcomer, behind = await starved_newcomer(made)
+    newcomer, _ = await starved_newcomer(made)
     made.network.tap = None
     others = {node.id for node in made.nodes.values()} - {newcomer.id}
     made.network.partition({newcomer.id}, others)
