@@ -12,7 +12,7 @@ these samples and sends them whole. That suffices: after any history, a receiver
 sender's m or nothing.
 
 If a third party carries the messages and submits them again for a backward pass, a sample that is
-already held is sent as its tag alone; `written`, `parts` and `value` are for such a carrier
+already held is sent as its tag alone; `written`, `deltas` and `value` are for such a carrier
 (node/pipeline/contrib/sample_memory.py).
 
 Deviations from the paper's code: tags instead of trust; differences in blocks of 64 with a scale
@@ -219,10 +219,10 @@ class AqSgd(FlatGradient):
         hold."""
         self._require_pinned(ctx)
         rows = require_finite(flattened(x, ctx, "forward")).clamp(-_LIMIT, _LIMIT).view(ctx.shape)
-        parts = [
+        deltas = [
             self._send(sample, row, ctx) for sample, row in zip(ctx.samples, rows, strict=True)
         ]
-        message = written(parts)
+        message = written(deltas)
         out += message
         return len(message)
 
@@ -231,13 +231,13 @@ class AqSgd(FlatGradient):
         restored; the others are held as sent."""
         self._require_pinned(ctx)
         require_direction(ctx, "forward")
-        parts = self.parts(payload, ctx)
+        deltas = self.deltas(payload, ctx)
         rows = torch.empty(ctx.shape, dtype=torch.float32)
-        for part, row in zip(parts, rows, strict=True):
-            self._read(part, ctx, row)
+        for delta, row in zip(deltas, rows, strict=True):
+            self._read(delta, ctx, row)
         lost = []
-        for sample, part, row in zip(ctx.samples, parts, rows, strict=True):
-            if not self._take_over(sample, part, row):
+        for sample, delta, row in zip(ctx.samples, deltas, rows, strict=True):
+            if not self._take_over(sample, delta, row):
                 lost.append(sample)
         if lost:
             raise ResyncNeeded(tuple(lost))
@@ -274,16 +274,16 @@ class AqSgd(FlatGradient):
         return whole(values, _tag(values), keep)
 
     def value(
-        self, part: SampleDelta, before: CacheEntry | None, ctx: ActivationContext
+        self, delta: SampleDelta, before: CacheEntry | None, ctx: ActivationContext
     ) -> Tensor | None:
         """Return m after this part, float16 (L, D), for an end that holds `before`; None if the
         part does not build on `before`. Raise `CorruptPayload` if no sender could have written the
         part."""
         row = torch.empty(ctx.shape[1:], dtype=torch.float32)
-        self._read(part, ctx, row)
-        return _after(part, before, row)
+        self._read(delta, ctx, row)
+        return _after(delta, before, row)
 
-    def parts(self, payload: Buffer, ctx: ActivationContext) -> list[SampleDelta]:
+    def deltas(self, payload: Buffer, ctx: ActivationContext) -> list[SampleDelta]:
         """Return the message split into samples, with all lengths checked. Nothing is copied."""
         payload = memoryview(payload)
         count, each = ctx.shape[0], ctx.shape[1] * ctx.shape[2]
@@ -300,48 +300,48 @@ class AqSgd(FlatGradient):
             count * _HEAD_BYTES + sum(lengths),
             f"{self.name} of {count} samples of {each} values",
         )
-        parts, tags, at = [], count, count * _HEAD_BYTES
+        deltas, tags, at = [], count, count * _HEAD_BYTES
         for kind, length in zip(kinds, lengths, strict=True):
             before, after = struct.unpack_from("8s8s", payload, tags)
-            parts.append(SampleDelta(kind, before, after, payload[at : at + length]))
+            deltas.append(SampleDelta(kind, before, after, payload[at : at + length]))
             tags, at = tags + 2 * TAG_BYTES, at + length
-        return parts
+        return deltas
 
-    def _read(self, part: SampleDelta, ctx: ActivationContext, row: Tensor) -> None:
+    def _read(self, delta: SampleDelta, ctx: ActivationContext, row: Tensor) -> None:
         """Fill `row` (L, D) with the sample or its difference, if either was sent; refuse an
         invalid part."""
-        if part.kind == HELD:
-            if part.before != part.after:
+        if delta.kind == HELD:
+            if delta.before != delta.after:
                 raise CorruptPayload(f"a sample of {self.name} that is held as it is has two tags")
             return
-        if part.kind == DIFFERENCE:
-            self.difference.decode(part.payload, ctx.flat(), row.view(-1))
+        if delta.kind == DIFFERENCE:
+            self.difference.decode(delta.payload, ctx.flat(), row.view(-1))
             return
-        _WHOLE.decode(part.payload, ctx.flat(), row.view(-1))
-        if part.before != NO_TAG or part.after != _tag(row.to(torch.float16)):
+        _WHOLE.decode(delta.payload, ctx.flat(), row.view(-1))
+        if delta.before != NO_TAG or delta.after != _tag(row.to(torch.float16)):
             raise CorruptPayload(
                 f"a whole sample of {self.name} does not have the value that its tag names"
             )
 
-    def _take_over(self, sample: int, part: SampleDelta, row: Tensor) -> bool:
+    def _take_over(self, sample: int, delta: SampleDelta, row: Tensor) -> bool:
         """Hold the sender's m and copy it to `row`; False if the part builds on another m."""
         self.cache.clock += 1
-        if part.kind == FULL:
+        if delta.kind == FULL:
             self.cache.drop(sample)
             return True
-        values = _after(part, self.cache.get(sample), row)
+        values = _after(delta, self.cache.get(sample), row)
         if values is None:
             return False
-        self.cache.put(sample, values, part.after)
+        self.cache.put(sample, values, delta.after)
         row.copy_(values)
         return True
 
 
-def written(parts: Sequence[SampleDelta]) -> bytes:
+def written(deltas: Sequence[SampleDelta]) -> bytes:
     """Return a message of these samples: all kinds, all tags, then all contents."""
-    kinds = bytes(part.kind for part in parts)
-    tags = b"".join(part.before + part.after for part in parts)
-    return kinds + tags + b"".join(part.payload for part in parts)
+    kinds = bytes(delta.kind for delta in deltas)
+    tags = b"".join(delta.before + delta.after for delta in deltas)
+    return kinds + tags + b"".join(delta.payload for delta in deltas)
 
 
 def whole(values: Tensor, tag: bytes, kept: bool) -> SampleDelta:
@@ -351,17 +351,17 @@ def whole(values: Tensor, tag: bytes, kept: bool) -> SampleDelta:
     return SampleDelta(KEPT if kept else FULL, NO_TAG, tag, payload)
 
 
-def _after(part: SampleDelta, before: CacheEntry | None, row: Tensor) -> Tensor | None:
+def _after(delta: SampleDelta, before: CacheEntry | None, row: Tensor) -> Tensor | None:
     """Return m after a part whose content is in `row` (L, D); None if the part does not build on
     `before`."""
-    if part.kind in (FULL, KEPT):
+    if delta.kind in (FULL, KEPT):
         return row.to(torch.float16)
     if before is None or before.values.shape != row.shape:
         return None
     values = before.values
-    if part.kind == DIFFERENCE and before.tag == part.before:
+    if delta.kind == DIFFERENCE and before.tag == delta.before:
         values = _advanced(values, row.view(-1))
-    return values if _tag(values) == part.after else None
+    return values if _tag(values) == delta.after else None
 
 
 def _advanced(values: Tensor, change: Tensor) -> Tensor:

@@ -446,12 +446,14 @@ def check_cut_at_granules(codec: Codec) -> None:
     for cut in sorted({granule, granule * max(1, 64 // granule)}):
         x = example("usual", 3 * cut + cut // 2)
         whole = _round_trip(codec, x, 6)
-        parts = [_round_trip(codec, part, 6) for part in (x[:cut], x[cut : 3 * cut], x[3 * cut :])]
+        pieces = [
+            _round_trip(codec, piece, 6) for piece in (x[:cut], x[cut : 3 * cut], x[3 * cut :])
+        ]
         seen = (
             f"{len(x)} values cut at {cut} and {3 * cut} decode to other values; "
             f"the granule is {granule}."
         )
-        _require(_same_bits(torch.cat(parts), whole), 6, seen)
+        _require(_same_bits(torch.cat(pieces), whole), 6, seen)
 
 
 def check_codec(

@@ -51,10 +51,10 @@ def _sliced(factor: Tensor, bits: int, slices: int) -> list[Tensor]:
     if not math.isfinite(peak):
         raise ValueError("a factor holds NaN or infinity")
     unit = 2.0 ** max(math.frexp(peak)[1] - bits, _MIN_EXPONENT)
-    parts = []
+    terms = []
     for _ in range(slices):
-        part = (rest / unit).round_().mul_(unit)
-        parts.append(part)
-        rest = rest - part
+        term = (rest / unit).round_().mul_(unit)
+        terms.append(term)
+        rest = rest - term
         unit = max(unit * 2.0**-bits, 2.0 ** (_MIN_EXPONENT - 2 * bits))
-    return parts
+    return terms

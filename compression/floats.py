@@ -67,28 +67,28 @@ def runs(counts: Iterable[int]) -> list[range]:
 
 def bare(sizes: Sizes, payloads: Sequence[bytes]) -> bytes | None:
     """Return the segments of these payloads without their lengths; None if one differs."""
-    parts = []
+    pieces = []
     for of_shard, payload in zip(sizes, payloads, strict=True):
         at = 0
         for size in of_shard:
             if payload[at : at + LENGTH_BYTES] != _length(size):
                 return None
             at += LENGTH_BYTES + size
-            parts.append(payload[at - size : at])
+            pieces.append(payload[at - size : at])
         if at != len(payload):
             return None
-    return b"".join(parts)
+    return b"".join(pieces)
 
 
 def dressed(sizes: Sizes, raw: bytes) -> list[bytes]:
     """Return the payloads of which `raw` has the segments: the inverse of `bare`."""
     payloads, at = [], 0
     for of_shard in sizes:
-        parts: list[bytes] = []
+        pieces: list[bytes] = []
         for size in of_shard:
-            parts += _length(size), raw[at : at + size]
+            pieces += _length(size), raw[at : at + size]
             at += size
-        payloads.append(b"".join(parts))
+        payloads.append(b"".join(pieces))
     return payloads
 
 

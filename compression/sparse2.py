@@ -108,15 +108,15 @@ def _quantised(values: NDArray[np.float32], k: int) -> tuple[NDArray[np.uint16],
     """Return two levels for every k values (fewer at the end), and each value's code: 1 if the
     value is negative, plus 2 if it takes the upper level."""
     sizes, whole = np.abs(values).astype(np.float64), len(values) // k * k
-    parts = [
-        _two_means(part)
-        for part in (sizes[:whole].reshape(-1, k), sizes[None, whole:])
-        if part.size
+    found = [
+        _two_means(group)
+        for group in (sizes[:whole].reshape(-1, k), sizes[None, whole:])
+        if group.size
     ]
-    if not parts:
+    if not found:
         return np.empty(0, dtype=np.uint16), np.empty(0, dtype=np.int64)
-    levels = np.concatenate([level.reshape(-1) for level, _ in parts])
-    upper = np.concatenate([flag.reshape(-1) for _, flag in parts])
+    levels = np.concatenate([level.reshape(-1) for level, _ in found])
+    upper = np.concatenate([flag.reshape(-1) for _, flag in found])
     return bf16_bits(levels.astype(np.float32)), (values < 0) + 2 * upper.astype(np.int64)
 
 

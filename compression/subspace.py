@@ -272,10 +272,10 @@ def _inside(residual_last: Tensor, around: Tensor | None, basis: Basis) -> Tenso
         if around is None
         else around
     )
-    parts = zip(
+    pairs = zip(
         torch.split(rows_ND, ROWS), torch.split(around_ND.to(rows_ND.device), ROWS), strict=True
     )
-    return torch.cat([_inside_rows(rows, frozen, basis) for rows, frozen in parts]).view(
+    return torch.cat([_inside_rows(rows, frozen, basis) for rows, frozen in pairs]).view(
         residual_last.shape
     )
 

@@ -11,7 +11,7 @@ from farflock.node.library.local_swarm import Optimize
 from farflock.optimizers.method import Exchange, Replica, Result, TensorBlock, Tensors
 from farflock.optimizers.parts.blocks import read
 from farflock.optimizers.parts.outer_state import Anchor
-from farflock.optimizers.parts.state_fields import part
+from farflock.optimizers.parts.state_fields import nested
 from farflock.optimizers.parts.stateful import PeriodicMethod, mean_of
 
 STEPS = 20
@@ -27,7 +27,7 @@ class LocalSGD(PeriodicMethod):
     deadline_s: float = 30.0
     equality: ClassVar[Literal["exact"]] = "exact"
     stream: ClassVar[str] = "localsgd"
-    _state: Anchor = part(Anchor)
+    _state: Anchor = nested(Anchor)
 
     def _message(self, replica: Replica) -> Tensors:
         return self._state.pseudo_gradient(replica, replica.names)

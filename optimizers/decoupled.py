@@ -46,7 +46,7 @@ from farflock.optimizers.parts.outer import scaled
 from farflock.optimizers.parts.round_book import RoundBook
 from farflock.optimizers.parts.sparse_mean import mean_of_senders
 from farflock.optimizers.parts.state import Shapes, zeros
-from farflock.optimizers.parts.state_fields import own, part, shared
+from farflock.optimizers.parts.state_fields import nested, own, shared
 from farflock.optimizers.parts.stateful import ReplicaMethod, mean_of
 
 CHECK = "check"
@@ -75,7 +75,7 @@ class Decoupled(ReplicaMethod):
     equality: ClassVar[Literal["close"]] = "close"
     rare_moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
     _delta: dict[str, Tensor] = own(dict, stays=True)
-    _book: RoundBook = part(RoundBook)
+    _book: RoundBook = nested(RoundBook)
     _checking: bool = own(False)
     # The first round whose sketches have not been compared yet, with or without this replica's.
     _unchecked: int = shared(0)
@@ -98,12 +98,12 @@ class Decoupled(ReplicaMethod):
             )
 
     @abstractmethod
-    def _part(self, delta: Tensors) -> dict[str, Tensor]:
+    def _extract(self, delta: Tensors) -> dict[str, Tensor]:
         """Return the part of delta that this round's exchange carries, in constant shapes."""
 
     @abstractmethod
-    def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
-        """Return tensors of `shapes` with this part, else zeros: the transpose of `_part`."""
+    def _whole(self, extract: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
+        """Return tensors of `shapes` with this part, else zeros: the transpose of `_extract`."""
 
     @abstractmethod
     def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
@@ -111,9 +111,9 @@ class Decoupled(ReplicaMethod):
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """Return templates of the parts and of the sketches, sent every `check_rounds` rounds."""
-        parts = self._part(zeros(replica.shapes))
+        extract = self._extract(zeros(replica.shapes))
         return [
-            self._exchange(parts),
+            self._exchange(extract),
             self._check(self.check_rounds - 1, torch.zeros(SUMS, dtype=torch.float32)),
         ]
 
@@ -131,7 +131,7 @@ class Decoupled(ReplicaMethod):
         if not self._book.is_due(self.period):
             return []
         self._book.leave()
-        asked, number = [self._exchange(self._part(self._delta))], self._book.number
+        asked, number = [self._exchange(self._extract(self._delta))], self._book.number
         if (
             (number + 1) % self.check_rounds == 0
             and number >= self._unchecked

@@ -61,13 +61,13 @@ class DeMo(Decoupled):
                 f"choose topk:{min(32, values // 2)}/{values}"
             )
 
-    def _part(self, delta: Tensors) -> dict[str, Tensor]:
+    def _extract(self, delta: Tensors) -> dict[str, Tensor]:
         """Return the coefficients of all tensors, flattened."""
         return {name: self._grid(x.shape).forward(x) for name, x in delta.items()}
 
-    def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
+    def _whole(self, extract: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
         """Return the tensors with these coefficients."""
-        return {name: self._grid(shape).inverse(part[name]) for name, shape in shapes.items()}
+        return {name: self._grid(shape).inverse(extract[name]) for name, shape in shapes.items()}
 
     def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
         key = ExchangeKey(STREAM, self._book.number)

@@ -16,7 +16,7 @@ from farflock.optimizers.parts.feedback import SenderFeedback
 from farflock.optimizers.parts.options import require_feedback, require_options
 from farflock.optimizers.parts.outer import Outer, OuterNesterov
 from farflock.optimizers.parts.outer_state import Feedback, Merge, OuterState
-from farflock.optimizers.parts.state_fields import own, part
+from farflock.optimizers.parts.state_fields import nested, own
 from farflock.optimizers.parts.stateful import PeriodicMethod, mean_of
 from farflock.optimizers.parts.sync_schedule import SyncSchedule
 from farflock.optimizers.trial_options import Disaster, TrialOptions
@@ -54,10 +54,10 @@ class DiLoCo(PeriodicMethod):
         ),
     )
     stream: ClassVar[str] = STREAM
-    _state: OuterState = part(OuterState)
+    _state: OuterState = nested(OuterState)
     _steps: int = own(0, "untaken", stays=True)  # local steps in work that was not taken yet
     _slot: int = own(0)  # of the last message (see `SyncSchedule`)
-    _memory: SenderFeedback = part(SenderFeedback)  # empty without `feedback`
+    _memory: SenderFeedback = nested(SenderFeedback)  # empty without `feedback`
 
     def __post_init__(self) -> None:
         require_options(self)

@@ -50,7 +50,7 @@ from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import scaled
 from farflock.optimizers.parts.outer_state import Anchor
 from farflock.optimizers.parts.state import copies, kept, named
-from farflock.optimizers.parts.state_fields import Kind, own, part
+from farflock.optimizers.parts.state_fields import Kind, nested, own
 from farflock.optimizers.parts.stateful import PeriodicMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
@@ -83,7 +83,7 @@ class Lean(PeriodicMethod):
         disasters=(Disaster({"period": 3, "return_codec": "fp32"}, 17),),
     )
     stream: ClassVar[str] = "lean"
-    _state: Anchor = part(Anchor)
+    _state: Anchor = nested(Anchor)
     _rates: dict[str, Tensor] = own(dict, "rate", SCALARS)  # see `rate_of`
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import scaled
 from farflock.optimizers.parts.outer_state import OuterState
 from farflock.optimizers.parts.state import zeros
-from farflock.optimizers.parts.state_fields import part
+from farflock.optimizers.parts.state_fields import nested
 from farflock.optimizers.parts.stateful import PeriodicMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
@@ -54,7 +54,7 @@ class NoLoCo(PeriodicMethod):
         rest=6, disasters=(Disaster({"period": 3, "codec": "fp32"}, 3),)
     )
     stream: ClassVar[str] = "pairs"
-    _state: OuterState = part(lambda: OuterState(momentum_name="delta"))
+    _state: OuterState = nested(lambda: OuterState(momentum_name="delta"))
 
     def __post_init__(self) -> None:
         require_options(self, "NoLoCo has no feedback; choose fp16, bf16 or int8")

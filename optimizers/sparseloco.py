@@ -26,7 +26,7 @@ from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import OuterSGD
 from farflock.optimizers.parts.outer_state import Anchor, Feedback
 from farflock.optimizers.parts.sparse_mean import mean_of_senders
-from farflock.optimizers.parts.state_fields import part
+from farflock.optimizers.parts.state_fields import nested
 from farflock.optimizers.parts.stateful import PeriodicMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
@@ -57,8 +57,8 @@ class SparseLoCo(PeriodicMethod):
         disasters=(Disaster({"period": 3, "codec": "topk:2/8"}, 1),),
     )
     stream: ClassVar[str] = "sparse"
-    _state: Anchor = part(Anchor)
-    _memory: SenderFeedback = part(SenderFeedback)
+    _state: Anchor = nested(Anchor)
+    _memory: SenderFeedback = nested(SenderFeedback)
 
     def __post_init__(self) -> None:
         require_options(self)

@@ -26,7 +26,7 @@ from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.philox import below
 from farflock.optimizers.parts.state import unnamed
-from farflock.optimizers.parts.state_fields import own, part, shared
+from farflock.optimizers.parts.state_fields import nested, own, shared
 from farflock.optimizers.parts.stateful import Mode, ReplicaMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
@@ -164,7 +164,7 @@ class Sparta(ReplicaMethod):
         rest=6,
         disasters=(Disaster({"period": 3, "one_in": 3}, 9),),
     )
-    _mixing: Mixing = part()
+    _mixing: Mixing = nested()
 
     def __post_init__(self) -> None:
         codecs, wait = (self.codec, self.return_codec), self.deadline_s

@@ -35,7 +35,7 @@ from farflock.optimizers.parts.outer import Outer, OuterNesterov
 from farflock.optimizers.parts.outer_state import Feedback, Merge, OuterState
 from farflock.optimizers.parts.round_book import RoundBook
 from farflock.optimizers.parts.state import Shapes, WrongState, tables, zeros
-from farflock.optimizers.parts.state_fields import Whose, own, part
+from farflock.optimizers.parts.state_fields import Whose, nested, own
 from farflock.optimizers.parts.stateful import OuterMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
@@ -83,8 +83,8 @@ class Fragment:
     """Some of the parameters, with rounds and an error feedback of their own."""
 
     names: tuple[str, ...]
-    book: RoundBook = part(RoundBook)
-    memory: SenderFeedback = part(SenderFeedback)  # empty without `feedback`
+    book: RoundBook = nested(RoundBook)
+    memory: SenderFeedback = nested(SenderFeedback)  # empty without `feedback`
 
 
 @dataclass(slots=True)
@@ -118,8 +118,8 @@ class Streaming(OuterMethod):
             ),
         ),
     )
-    _state: OuterState = part(OuterState)
-    _fragments: list[Fragment] = part(list)
+    _state: OuterState = nested(OuterState)
+    _fragments: list[Fragment] = nested(list)
     _quiet: int = own(0)  # local steps since any fragment was sent
 
     def __post_init__(self) -> None:
@@ -156,10 +156,10 @@ class Streaming(OuterMethod):
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """Return one template for each fragment, of its pseudo-gradients."""
-        parts = split(replica.shapes, self.fragments, self.pattern)
+        groups = split(replica.shapes, self.fragments, self.pattern)
         return [
             self._exchange(p, p, zeros({x: replica.shapes[x] for x in names}))
-            for p, names in enumerate(parts)
+            for p, names in enumerate(groups)
         ]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
@@ -227,9 +227,9 @@ class Streaming(OuterMethod):
 
     def _cut(self, replica: Replica) -> None:
         if not self._fragments:
-            parts = split(replica.shapes, self.fragments, self.pattern)
+            groups = split(replica.shapes, self.fragments, self.pattern)
             self._fragments = [
-                Fragment(names, RoundBook(p, suffix=f".{p}")) for p, names in enumerate(parts)
+                Fragment(names, RoundBook(p, suffix=f".{p}")) for p, names in enumerate(groups)
             ]
 
     def begun(self, replica: Replica) -> None:

@@ -96,17 +96,17 @@ def is_sensible(want: Want) -> bool:
 
 def answer(store: Store, want: Want, first: memoryview) -> tuple[Piece, memoryview]:
     """Return the answer to a batch whose first chunk is here: as much as one piece may hold."""
-    parts, sizes, left_bytes = [first], [], BATCH_BYTES - len(first)
+    bodies, sizes, left_bytes = [first], [], BATCH_BYTES - len(first)
     for at in range(0, len(want.more), DIGEST_BYTES):
         data = store.view(want.more[at : at + DIGEST_BYTES])
         if data is None or len(data) > left_bytes:
             sizes.append(0)
         else:
-            parts.append(data)
+            bodies.append(data)
             sizes.append(len(data))
             left_bytes -= len(data)
     piece = Piece(want.digest, 0, len(first), struct.pack(f"<{len(sizes)}I", *sizes))
-    return piece, memoryview(b"".join(parts))
+    return piece, memoryview(b"".join(bodies))
 
 
 def absent(entries: Mapping[bytes, int], store: Store) -> dict[bytes, int]:

@@ -67,7 +67,7 @@ class _Fetching:
     probing: Probing | None = None  # of what is due, if there is a watch
     due: set[int] = field(default_factory=set)  # the missing units asked for now
     # pieces received, by the index of their first unit
-    parts: dict[int, bytes | memoryview] = field(default_factory=dict)
+    pieces: dict[int, bytes | memoryview] = field(default_factory=dict)
     asked: set[PeerId] = field(default_factory=set)  # pieces from any other peer are dropped
     refused: set[PeerId] = field(default_factory=set)  # not asked again while others are left
     served: set[PeerId] = field(default_factory=set)
@@ -81,13 +81,13 @@ class _Fetching:
     def begin_again(self) -> None:
         """Discard all pieces received so far."""
         self.missing = set(range(_pieces(self.size)))
-        self.parts.clear()
+        self.pieces.clear()
         self.served.clear()
 
     def whole(self) -> bytes:
-        """Return the chunk, of which nothing is missing; the parts are dropped."""
-        data = b"".join(self.parts[index] for index in sorted(self.parts))
-        self.parts.clear()
+        """Return the chunk, of which nothing is missing; the pieces are dropped."""
+        data = b"".join(self.pieces[index] for index in sorted(self.pieces))
+        self.pieces.clear()
         return data
 
     def fill(self, start: int, body: memoryview | bytes) -> int:
@@ -95,12 +95,12 @@ class _Fetching:
         first = start // PIECE_BYTES
         units = set(range(first, first + _pieces(len(body))))
         if units <= self.missing:
-            self.parts[first], filled = body, len(body)
+            self.pieces[first], filled = body, len(body)
         else:
             new = units & self.missing
             ends = {index: (index - first + 1) * PIECE_BYTES for index in new}
             kept = {index: body[end - PIECE_BYTES : end] for index, end in ends.items()}
-            self.parts |= kept
+            self.pieces |= kept
             filled = sum(map(len, kept.values()))
         self.missing -= units
         self.due -= units

@@ -41,19 +41,19 @@ class Frame:
 
 def pack(frame: Frame) -> bytes:
     """Encode a frame; assert that it is within our own limits."""
-    return joined(pack_parts(frame))
+    return joined(pack_buffers(frame))
 
 
-def pack_parts(frame: Frame) -> tuple[bytes, memoryview]:
+def pack_buffers(frame: Frame) -> tuple[bytes, memoryview]:
     """Encode a frame without a copy of its body, which comes second."""
     message = _encoder.encode(frame.message)
     head = _HEAD.pack(_MAGIC, VERSION, 0, frame.incarnation, len(message), len(frame.body))
     checksum = zlib.crc32(message, zlib.crc32(head))
-    parts = b"".join((head, _CHECKSUM.pack(checksum), message)), memoryview(frame.body)
-    assert size_of(parts) <= MAX_FRAME_BYTES, (
-        f"a frame of {size_of(parts)} bytes is over the limit of {MAX_FRAME_BYTES}"
+    buffers = b"".join((head, _CHECKSUM.pack(checksum), message)), memoryview(frame.body)
+    assert size_of(buffers) <= MAX_FRAME_BYTES, (
+        f"a frame of {size_of(buffers)} bytes is over the limit of {MAX_FRAME_BYTES}"
     )
-    return parts
+    return buffers
 
 
 def unpack(packed: bytes | memoryview) -> Frame:

@@ -129,13 +129,13 @@ def cpu() -> str:
 @click.option("--short", is_flag=True, help="Take a quarter of all tokens and seeds, and one demo.")
 def command(short: bool) -> None:
     """Record the baselines."""
-    out, part = Output(as_json=True), SHORT if short else 1
+    out, divisor = Output(as_json=True), SHORT if short else 1
     out.result({"cpu": cpu(), "torch": str(torch.__version__)}, "")
     for name, (peers, tokens) in SIMULATED.items():
-        size = ("--peers", str(peers), "--set", f"run.total_tokens={tokens // part}")
-        weather = ("--loss", "0.2", "--churn", str(20 / part))
+        size = ("--peers", str(peers), "--set", f"run.total_tokens={tokens // divisor}")
+        weather = ("--loss", "0.2", "--churn", str(20 / divisor))
         out.result(printed("sim", str(RUNS / f"{name}.toml"), *size, *weather) | {"run": name}, "")
-    out.result(printed("sim", "--chaos", "--seeds", str(160 // part)) | {"run": "chaos"}, "")
+    out.result(printed("sim", "--chaos", "--seeds", str(160 // divisor)) | {"run": "chaos"}, "")
     out.result({"join": join_bytes()}, "")
     for words in ((), ("--pipeline",))[: 1 if short else 2]:
         facts = printed("demo", *words, "--steps", "60").items()

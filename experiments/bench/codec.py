@@ -76,7 +76,7 @@ class Shards:
     def exchange(self) -> None:
         """Encode all payloads of an exchange, then decode them into tensors that are there."""
         for index, payload in enumerate(self._payloads()):
-            places = [self.out[part.start : part.stop] for part in self.cut.shards[index]]
+            places = [self.out[segment.start : segment.stop] for segment in self.cut.shards[index]]
             self.cut.decode_into(index, 0, payload, places)
 
     def fresh(self) -> None:

@@ -177,7 +177,9 @@ def codec_speed(name: str, count: int, device: Device, repeats: int) -> Metric:
     def exchange() -> None:
         for index, shard in enumerate(layout.shards):
             payload = layout.encode(index, 0, {"x": values})
-            layout.decode_into(index, 0, payload, [out[part.start : part.stop] for part in shard])
+            layout.decode_into(
+                index, 0, payload, [out[segment.start : segment.stop] for segment in shard]
+            )
         device.wait()
 
     def copy() -> None:

@@ -43,7 +43,7 @@ WORKER = "farflock.experiments.bench.workers.sync_peer"
 AVERAGER = "farflock.experiments.bench.workers.averager_peer"
 AVERAGED = ("fp16", "fp32")  # codecs that hivemind has too; its 8-bit ones fail on numpy >= 2.4
 LOST = "; hivemind's averagers did not all find each other"
-PARTS = ("", ".gloo", ".fp32", ".hivemind", ".cpu")
+FIGURES = ("", ".gloo", ".fp32", ".hivemind", ".cpu")
 ROUND_TIMEOUT_S = 180.0
 
 
@@ -75,7 +75,7 @@ def run(options: Options) -> Iterator[Metric]:
     """Yield `sync.N` and its comparisons for each number of peers."""
     size = QUICK if options.quick else Size()
     for peers in size.peers:
-        if any(options.wants(f"sync.{peers}{part}") for part in PARTS):
+        if any(options.wants(f"sync.{peers}{figure}") for figure in FIGURES):
             yield from measure(size, peers, options)
 
 

@@ -148,7 +148,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 def compute(size: Size, progress: Progress) -> Table:
     """Tabulate each arm's held-out losses, mean increase per recovery, and steps in its weights."""
-    points = tuple(size.steps * part // 6 for part in range(1, 7))
+    points = tuple(size.steps * sixth // 6 for sixth in range(1, 7))
     outcomes = []
     for number, seed in enumerate(size.seeds, 1):
         trial = Trial(

@@ -177,7 +177,7 @@ def split(
     return best
 
 
-def parts(model: ModelCosts, layers: Sequence[int]) -> tuple[StageShare, ...]:
+def stage_shares(model: ModelCosts, layers: Sequence[int]) -> tuple[StageShare, ...]:
     """Return the stages of a model that is cut into these numbers of layers."""
     ends = tuple(itertools.accumulate(layers))
     return tuple(
@@ -204,7 +204,7 @@ def assigned(
     best = max(casts, key=lambda cast: min(cast.speeds))
     served = set(itertools.chain(*best.teams))
     return Split(
-        layers=tuple(part.end - part.begin for part in stages),
+        layers=tuple(share.end - share.begin for share in stages),
         machines=tuple(tuple(sorted(team)) for team in best.teams),
         samples_per_s=min(best.speeds),
         spare=tuple(number for number in numbers if number not in served),
@@ -215,12 +215,12 @@ def _require_servable(
     stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int
 ) -> None:
     """Raise `ValueError` if too few machines can hold a stage, and so all smaller ones."""
-    for taken, part in enumerate(sorted(stages, key=lambda part: -part.memory_bytes)):
-        fitting = sum(machine.memory_bytes >= part.memory_bytes for machine in machines)
+    for taken, share in enumerate(sorted(stages, key=lambda share: -share.memory_bytes)):
+        fitting = sum(machine.memory_bytes >= share.memory_bytes for machine in machines)
         if fitting < (taken + 1) * replicas:
             others = f", and the larger stages need {taken * replicas} of them" if taken else ""
             raise ValueError(
-                f"{part} needs {part.memory_bytes / 2**20:.0f} MiB: "
+                f"{share} needs {share.memory_bytes / 2**20:.0f} MiB: "
                 f"{fitting} of {len(machines)} machines have that much{others}, "
                 f"but {replicas} must serve it; take more stages, "
                 "keep fewer or smaller microbatches in flight, or use fewer replicas"
@@ -236,9 +236,9 @@ class _Cast:
         self.replicas = replicas
         self.teams: list[list[int]] = [[] for _ in stages]
         self.speeds = [0.0] * len(stages)
-        self._needs = [part.memory_bytes for part in stages]
-        self._work = [part.work for part in stages]
-        self._crossing = [part.crossed * part.model.edge_bytes for part in stages]
+        self._needs = [share.memory_bytes for share in stages]
+        self._work = [share.work for share in stages]
+        self._crossing = [share.crossed * share.model.edge_bytes for share in stages]
         self._large_first = sorted(range(len(stages)), key=lambda stage: -self._needs[stage])
         self._memory = [machine.memory_bytes for machine in machines]
         self._rate = [machine.rate for machine in machines]
@@ -335,7 +335,7 @@ def _refined(
         if (found := _if_servable(model, layers, machines, replicas)) is not None
     ]
     if not servable:
-        _require_servable(parts(model, even), machines, replicas)
+        _require_servable(stage_shares(model, even), machines, replicas)
     tried = servable if few else [_climbed(model, machines, found, replicas) for found in servable]
     return max(tried, key=lambda found: found.samples_per_s)
 
@@ -349,9 +349,9 @@ def _climbed(
     model: ModelCosts, machines: Sequence[MachineProfile], best: Split, replicas: int
 ) -> Split:
     while True:
-        stages = parts(model, best.layers)
+        stages = stage_shares(model, best.layers)
         teams = [[machines[number] for number in members] for members in best.machines]
-        speeds = [part.samples_per_s(team) for part, team in zip(stages, teams, strict=True)]
+        speeds = [share.samples_per_s(team) for share, team in zip(stages, teams, strict=True)]
         giving = speeds.index(min(speeds))
         for taking in range(len(stages)):
             layers = list(best.layers)
@@ -373,7 +373,7 @@ def _if_servable(
     model: ModelCosts, layers: Sequence[int], machines: Sequence[MachineProfile], replicas: int
 ) -> Split | None:
     try:
-        return assigned(parts(model, layers), machines, replicas)
+        return assigned(stage_shares(model, layers), machines, replicas)
     except ValueError:
         return None
 
@@ -383,9 +383,11 @@ def _even(model: ModelCosts, max_layers: Sequence[int]) -> list[int]:
     layers = [1] * len(max_layers)
     for _ in range(model.layers - len(max_layers)):
         open_stages = [
-            part for part in parts(model, layers) if layers[part.stage] < max_layers[part.stage]
+            share
+            for share in stage_shares(model, layers)
+            if layers[share.stage] < max_layers[share.stage]
         ]
-        layers[min(open_stages, key=lambda part: part.work).stage] += 1
+        layers[min(open_stages, key=lambda share: share.work).stage] += 1
     return layers
 
 

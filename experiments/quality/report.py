@@ -223,7 +223,7 @@ def _remark(scores: Scores, name: str) -> str:
 def _note(scores: Scores, name: str) -> str:
     final, found = scores.finals[name], scores.shares(name)
     trial = final.runs[0].contender.trial
-    parts = [
+    clauses = [
         f"± {estimate(found).error:.4f} (standard error)"
         if len(found) > 1
         else "no standard error",
@@ -231,7 +231,7 @@ def _note(scores: Scores, name: str) -> str:
         f"lr {trial.lr:.3g}, warm-up {trial.warmup:g}, {options_text(final.runs[0])}",
         _remark(scores, name),
     ]
-    return "; ".join(filter(None, parts))
+    return "; ".join(filter(None, clauses))
 
 
 def _ladder(final: Final) -> str:

@@ -12,7 +12,7 @@ from farflock.node.model.data import Batches
 
 
 class Share(Batches):
-    """Part `part` of `parts` of each batch of the stream `peer`, with `batch_size` sequences."""
+    """Part `rank` of `ranks` of each batch of the stream `peer`, with `batch_size` sequences."""
 
     def __init__(
         self,
@@ -21,13 +21,13 @@ class Share(Batches):
         peer: str,
         batch_size: int,
         seq: int,
-        part: int = 0,
-        parts: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         stream = SampleStream(run_seed, peer)
         super().__init__(text, stream, batch_size, seq)
-        self._whole = Batches(text, stream, parts * batch_size, seq)
-        self._mine = slice(part * batch_size, (part + 1) * batch_size)
+        self._whole = Batches(text, stream, ranks * batch_size, seq)
+        self._mine = slice(rank * batch_size, (rank + 1) * batch_size)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the inputs and the next tokens of this part's sequences."""

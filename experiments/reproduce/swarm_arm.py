@@ -55,11 +55,11 @@ class Measured(Simulation):
 
     def _assemble(self, index: int, peer: Peer) -> ReplicaNode:
         node, job = super()._assemble(index, peer), self.job
-        part = job.batch // job.peers
+        per_peer = job.batch // job.peers
         assert isinstance(node.training_task, LanguageModelTask), (
             "this arm does not train a whole model"
         )
-        terms = job.seed, RUN, part, job.seq, index, job.peers
+        terms = job.seed, RUN, per_peer, job.seq, index, job.peers
         node.training_task.batches = Share(texts()[0], *terms)
         node.loop.train = self._gate(index, node, node.loop.train)
         node.loop.report = self.rounds.watching(node.loop.report)

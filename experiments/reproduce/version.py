@@ -100,5 +100,5 @@ def codecs_of(method: str, options: dict[str, Any]) -> list[str]:
         value for name, value in fields.items() if name.endswith("codec") and isinstance(value, str)
     ]
     return [
-        type(codec(part)).__module__ for name in named for part in (name, name.partition("+")[0])
+        type(codec(layer)).__module__ for name in named for layer in (name, name.partition("+")[0])
     ]

@@ -36,7 +36,7 @@ class CheckpointCut(NamedTuple):
     """A node's state at one step, as a checkpoint stores it."""
 
     step: int
-    parts: dict[str, Cut]
+    groups: dict[str, Cut]
     meta: dict[str, object]
 
 
@@ -175,8 +175,8 @@ class CheckpointManager:
     def cut(self) -> CheckpointCut:
         """Return the node's state between two steps; its driver keeps it as it is."""
         driver, step = self.node.loop.driver, self.node.loop.step
-        parts, cursors = checkpoint_state(self.node)
-        cuts = {name: Cut(tensors) for name, tensors in parts.items()}
+        groups, cursors = checkpoint_state(self.node)
+        cuts = {name: Cut(tensors) for name, tensors in groups.items()}
         exact = driver.method.equality == "exact"  # only rounds change shared state
         for name, cut in cuts.items():
             driver.cuts.add(cut, stepped=name in STEPPED or not exact)
@@ -198,10 +198,10 @@ class CheckpointManager:
         if isinstance(self.tokenizer, JsonTokenizer):
             config[JSON_NAME] = self.tokenizer.raw
         began_s = time.monotonic()
-        self.progress.begins(moment.step, sum(cut.size_bytes for cut in moment.parts.values()))
+        self.progress.begins(moment.step, sum(cut.size_bytes for cut in moment.groups.values()))
         try:
-            with self.node.loop.driver.cuts.added(*moment.parts.values()):
-                what = folder, moment.step, moment.parts, moment.meta, config, self.progress.passes
+            with self.node.loop.driver.cuts.added(*moment.groups.values()):
+                what = folder, moment.step, moment.groups, moment.meta, config, self.progress.passes
                 written = await asyncio.to_thread(checkpoint.save, *what)
         finally:
             self.progress.is_open = False

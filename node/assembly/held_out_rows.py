@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farflock.node.assembly.text import MAX_HELD_OUT_TOKENS
-from farflock.node.data.folder import copy_parts
+from farflock.node.data.folder import copy_rows
 from farflock.node.data.shard_table import ShardTable
 from farflock.node.model.data import evaluation_starts
 from farflock.node.tokens.tokenizer import TokenIds
@@ -42,7 +42,7 @@ class HeldOutRows:
     def take(self, shard: HeldOutShard, tokens: TokenIds) -> None:
         """Take in the tokens of a missing shard (n,)."""
         mine, rows = tokens[: shard.tokens], self._touched(shard)
-        copy_parts(mine, shard.begin, self._starts, self._rows, rows)
+        copy_rows(mine, shard.begin, self._starts, self._rows, rows)
         self.missing.remove(shard)  # last: another thread may ask for the rows
 
     @property

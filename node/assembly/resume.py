@@ -92,7 +92,7 @@ def checkpoint_state(node: Resumable) -> tuple[StateGroups, dict[str, Any]]:
     `STEPPED` parts come first."""
     method, replica = node.loop.driver.method, node.loop.driver.replica
     shared, own, model = live_state(method, replica)
-    parts: StateGroups = {
+    groups: StateGroups = {
         "inner": _nonzero(_read(replica, MOMENTS)),
         "replica": _read(replica, ("param",)),
         "personal": own,
@@ -103,16 +103,16 @@ def checkpoint_state(node: Resumable) -> tuple[StateGroups, dict[str, Any]]:
     }
     if method.keeps_gradients:  # the next step's backward pass adds to them
         gradients = _nonzero(_read(replica, ("grad",)))
-        parts["replica"] |= {name: x.clone() for name, x in gradients.items()}
+        groups["replica"] |= {name: x.clone() for name, x in gradients.items()}
     table = node.loop.driver.table
     opened = []
     for number, pending in enumerate(table):
-        parts["pending"] |= _tensors_of(number, pending)
+        groups["pending"] |= _tensors_of(number, pending)
         opened.append(_open(pending, node.loop.step))
     cursors = Cursors(
         node.loop.step, node.training_task.joined_at, node.loop.driver.position, opened
     )
-    return parts, msgspec.to_builtins(cursors)
+    return groups, msgspec.to_builtins(cursors)
 
 
 def load_state(node: Resumable, saved: Checkpoint) -> None:
@@ -121,16 +121,16 @@ def load_state(node: Resumable, saved: Checkpoint) -> None:
     cursors = cursors_of(saved)
     driver = node.loop.driver
     try:
-        replica, held = driver.replica, saved.parts["replica"]
+        replica, held = driver.replica, saved.groups["replica"]
         replica.write(unnamed("param", held, replica.shapes), "param")
         grown = {name: x for name, x in replica.shapes.items() if f"grad.{name}" in held}
         replica.write(unnamed("grad", held, grown), "grad")
-        _write_moments(driver.replica, saved.parts["inner"])
-        driver.method.resume(driver.replica, {**saved.parts["method"], **saved.parts["personal"]})
+        _write_moments(driver.replica, saved.groups["inner"])
+        driver.method.resume(driver.replica, {**saved.groups["method"], **saved.groups["personal"]})
         home = replica.allocate((0,)).device  # where methods want a result's tensors
-        pending = {name: x.to(home) for name, x in saved.parts["pending"].items()}
+        pending = {name: x.to(home) for name, x in saved.groups["pending"].items()}
         driver.load_state(_pending(node, cursors, pending))
-        node.state_sync.load_state(cursors.place, saved.parts.get("reducer", {}))
+        node.state_sync.load_state(cursors.place, saved.groups.get("reducer", {}))
     except (KeyError, WrongState, ValueError) as error:
         raise _misfit(saved, error) from error
     node.loop.step, node.training_task.joined_at = cursors.step, cursors.joined_at
@@ -140,7 +140,7 @@ def load_moments(node: Resumable, saved: Checkpoint) -> None:
     """Restore the data cursor and inner moments of a node that rejoins a live swarm; its state
     comes from the swarm. Raise `CheckpointCorrupt` if they do not fit."""
     try:
-        _write_moments(node.loop.driver.replica, saved.parts["inner"])
+        _write_moments(node.loop.driver.replica, saved.groups["inner"])
     except (KeyError, ValueError) as error:
         raise _misfit(saved, error) from error
     node.loop.step = cursors_of(saved).step
@@ -154,8 +154,8 @@ def load_stage_state(node: Resumable, saved: Checkpoint) -> None:
     """
     driver = node.loop.driver
     try:
-        driver.method.restore(driver.replica, dict(saved.parts["method"]), "adopt")
-        _write_moments(driver.replica, saved.parts["inner"])
+        driver.method.restore(driver.replica, dict(saved.groups["method"]), "adopt")
+        _write_moments(driver.replica, saved.groups["inner"])
     except (KeyError, WrongState, ValueError) as error:
         raise _misfit(saved, error) from error
 

@@ -91,7 +91,7 @@ class Session:
         """Say goodbye, once, if a part is in."""
         stays, self._is_in = self._is_in, False
         if stays and not self.silent:
-            await self.peer.part()
+            await self.peer.leave_gracefully()
 
     def invite(self) -> str:
         """Return an invite to this peer and to others, since this one may not be dialled, or may

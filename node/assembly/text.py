@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from farflock.node.assembly.prepared_corpus import prepared_corpus
-from farflock.node.data.documents import cut_parts
+from farflock.node.data.documents import cut_passages
 from farflock.node.data.folder import PreparedFolder
+from farflock.node.data.index import DataIndex
 from farflock.node.data.samples import FolderShards, Text
 from farflock.node.errors import RefusedByRun
 from farflock.node.model.corpus import Corpus, load_corpus
@@ -67,8 +68,10 @@ def corpus_text(corpus: Corpus, tokenizer: Tokenizer) -> RunText:
 
 
 def tokens_of(text: str, tokenizer: Tokenizer) -> TokenIds:
-    """Return a text's tokens, by parts as in prepared data: little is in memory beside them."""
-    return np.concatenate([tokenizer.encode(part.decode()) for part in cut_parts([text.encode()])])
+    """Return a text's tokens, by passages as in prepared data: little is in memory beside them."""
+    return np.concatenate(
+        [tokenizer.encode(passage.decode()) for passage in cut_passages([text.encode()])]
+    )
 
 
 def prepared_folders(data: DataSection, folders: Sequence[Path]) -> tuple[PreparedFolder, ...]:
@@ -77,19 +80,28 @@ def prepared_folders(data: DataSection, folders: Sequence[Path]) -> tuple[Prepar
     found = {each.root: each for each in map(PreparedFolder, folders)}
     for root in data.weights:
         if root not in found:
-            raise RefusedByRun(
-                "the run trains on prepared data that are not on this machine",
-                f"no folder here has the root {root[:16]}…",
-                "copy that folder from the run's founder, and name it with --data",
-            )
-        if found[root].index.vocabulary != data.tokens:
-            raise RefusedByRun(
-                "the run's data are not what its manifest says",
-                f"{found[root].folder} has {found[root].index.vocabulary} tokens instead of"
-                f" {data.tokens}",
-                "tell the run's founder",
-            )
+            raise absent_data(root)
+        require_vocabulary(data, found[root].index, f"{found[root].folder} has")
     return tuple(found[root] for root in data.weights)
+
+
+def absent_data(root: str) -> RefusedByRun:
+    """Return the error of a machine without the prepared data of this root."""
+    return RefusedByRun(
+        "the run trains on prepared data that are not on this machine",
+        f"no folder here has the root {root[:16]}…",
+        "copy that folder from the run's founder, and name it with --data",
+    )
+
+
+def require_vocabulary(data: DataSection, index: DataIndex, having: str = "they have") -> None:
+    """Refuse prepared data with another vocabulary than the manifest says."""
+    if index.vocabulary != data.tokens:
+        raise RefusedByRun(
+            "the run's data are not what its manifest says",
+            f"{having} {index.vocabulary} tokens instead of {data.tokens}",
+            "tell the run's founder",
+        )
 
 
 def _held_out(content: PreparedFolder, tokens: int) -> TokenIds:

@@ -70,7 +70,7 @@ def _stepped(plan: RunPlan, device: Device, options: StepOptions) -> int:
                 one.grad = torch.zeros_like(one)
         task.forward_backward(step, Progress(step))
         task.replica.inner_step()
-    return task.parts.at_once
+    return task.micro_batches.at_once
 
 
 def _blank(config: ModelConfig, device: Device) -> Llama:

@@ -161,14 +161,14 @@ def node_line(seen: Seen, had_partner: bool = True) -> str:
     """Return a node's status as one line."""
     status, values = seen.status, _numbers(seen.status)
     labelled = [f"{label} {value}" for label, value in values.items() if value and label != "via"]
-    parts = [
+    fields = [
         f"{status.tokens / status.total_tokens:4.0%} of {words.short(status.total_tokens)} tokens",
         words.doing(status, seen.view_s, had_partner),
         *labelled,
         values["via"],
         *_waits(status),
     ]
-    return "  ".join(part for part in parts if part)
+    return "  ".join(field for field in fields if field)
 
 
 def _numbers(status: Status) -> dict[str, str]:

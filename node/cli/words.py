@@ -68,7 +68,7 @@ def data(found: DataStatus | None) -> str:
     """Return what a node has of its run's prepared data; nothing for a run on a corpus."""
     if found is None:
         return ""
-    parts = [
+    clauses = [
         f"{short(found.tokens)} tokens",
         f"{found.seen / max(found.shards, 1):.0%} seen",
         f"{found.here:,} of {several(found.shards, 'shard')} here",
@@ -76,11 +76,11 @@ def data(found: DataStatus | None) -> str:
         f"{size(found.sent_bytes)} given",
     ]
     if found.held_out_missing:
-        parts.append(f"{several(found.held_out_missing, 'held-out shard')} still to come")
+        clauses.append(f"{several(found.held_out_missing, 'held-out shard')} still to come")
     if found.skipped:
         lost = f"{several(found.skipped, 'shard')} ({short(found.skipped_tokens)} tokens)"
-        parts.append(f"{lost} skipped, as nobody has them")
-    return ", ".join(parts)
+        clauses.append(f"{lost} skipped, as nobody has them")
+    return ", ".join(clauses)
 
 
 def copies(found: DataStatus) -> str:

@@ -27,8 +27,8 @@ class BadCursor(ValueError):
 class SourcePlace(NamedTuple):
     """The next sample of a source: its number in the order of a group of shards of an epoch.
 
-    Where shards of the group were late, it is read in parts: `done` are those of parts before, and
-    `late` those that are in no part yet. Bit n is that of the group's shard n."""
+    Where shards of the group were late, it is read in several passes: `done` are those of passes
+    before, and `late` those that are in no pass yet. Bit n is that of the group's shard n."""
 
     epoch: int = 0
     group: int = 0

@@ -1,7 +1,7 @@
 """The documents of files, in bounded memory whatever the files hold.
 
 A text is one document, and so is the field of each JSON line, and of each row of a table. A text of
-more than 1 MiB is cut into parts, which count as documents of their own. All text is UTF-8 from
+more than 1 MiB is cut into passages, which count as documents of their own. All text is UTF-8 from
 here on; a file of UTF-16 says so in its first bytes.
 """
 
@@ -16,7 +16,7 @@ import msgspec
 from farflock.node.data.sources import SourceFile
 from farflock.node.data.tables import BadTable, read_rows
 
-PART_BYTES = 1 << 20
+PASSAGE_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20  # of JSON
 _READ_BYTES = 1 << 20
 _WHITE = (b" ", b"\n", b"\t", b"\r", b"\v", b"\f")
@@ -34,8 +34,8 @@ class BadDocuments(ValueError):
     remedy."""
 
 
-class DocumentPart(msgspec.Struct, frozen=True):
-    """A part of a document: its UTF-8, its number among the parts, and how far the file is read.
+class Passage(msgspec.Struct, frozen=True):
+    """A passage of a document: its UTF-8, its number among all, and how far the file is read.
 
     In place of a document that cannot be read, `fault` says why, with the place."""
 
@@ -45,10 +45,10 @@ class DocumentPart(msgspec.Struct, frozen=True):
     fault: str = ""
 
 
-def read_documents(file: SourceFile, field: str) -> Iterator[DocumentPart]:
-    """Yield the parts of a file's documents that are not empty; `field` names the text in a line of
-    JSON or a row, with dots between nested names. Raise `BadDocuments` for a file that is written
-    to."""
+def read_documents(file: SourceFile, field: str) -> Iterator[Passage]:
+    """Yield the passages of a file's documents that are not empty; `field` names the text in a line
+    of JSON or a row, with dots between nested names. Raise `BadDocuments` for a file that is
+    written to."""
     if file.kind == "text":
         yield from _text(file)
     else:
@@ -61,14 +61,14 @@ def read_documents(file: SourceFile, field: str) -> Iterator[DocumentPart]:
         )
 
 
-def cut_parts(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield a text in parts of at most 1 MiB. Each ends before the last white space that fits, or
-    else at a character; how the text is split into blocks does not matter."""
+def cut_passages(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield a text in passages of at most 1 MiB. Each ends before the last white space that fits,
+    or else at a character; how the text is split into blocks does not matter."""
     held = b""
     for block in blocks:
         text, start = held + block, 0
-        while len(text) - start > PART_BYTES:
-            end = _end_of_part(text, start)
+        while len(text) - start > PASSAGE_BYTES:
+            end = _end_of_passage(text, start)
             yield text[start:end]
             start = end
         held = text[start:]
@@ -76,31 +76,31 @@ def cut_parts(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield held
 
 
-def _end_of_part(text: bytes, start: int) -> int:
-    limit = start + PART_BYTES
+def _end_of_passage(text: bytes, start: int) -> int:
+    limit = start + PASSAGE_BYTES
     end = max(text.rfind(white, start + 1, limit) for white in _WHITE)
     if end > start:
         return end
-    while text[limit] & 0xC0 == 0x80 and limit > start + PART_BYTES - 3:
+    while text[limit] & 0xC0 == 0x80 and limit > start + PASSAGE_BYTES - 3:
         limit -= 1  # inside of a character
     return limit
 
 
-def _text(file: SourceFile) -> Iterator[DocumentPart]:
-    """Yield a text's parts, once all of it proves to be text."""
+def _text(file: SourceFile) -> Iterator[Passage]:
+    """Yield a text's passages, once all of it proves to be text."""
     read = _Reading(file)
     try:
         if file.size > _READ_BYTES:
             for _ in read.checked():
                 pass
-        for number, raw in enumerate(cut_parts(read.checked())):
-            yield DocumentPart(raw, number, read.read_bytes)
+        for number, raw in enumerate(cut_passages(read.checked())):
+            yield Passage(raw, number, read.read_bytes)
     except UnicodeError as error:
         why = f"{file.path} is not UTF-8 ({error})"
-        yield DocumentPart(b"", 0, file.size, f"{why}; convert it")
+        yield Passage(b"", 0, file.size, f"{why}; convert it")
 
 
-def _lines_of(file: SourceFile, field: str) -> Iterator[DocumentPart]:
+def _lines_of(file: SourceFile, field: str) -> Iterator[Passage]:
     text_in, read = _field_reader(field), _Reading(file)
     number = 0
     try:
@@ -111,26 +111,26 @@ def _lines_of(file: SourceFile, field: str) -> Iterator[DocumentPart]:
                 text = text_in(_whole(line))
             except _BadLine as error:
                 fault = f"{file.path}, line {number:,}: {error}"
-                yield DocumentPart(b"", 0, read.read_bytes, fault)
+                yield Passage(b"", 0, read.read_bytes, fault)
                 continue
-            for place, raw in enumerate(cut_parts([text])):
-                yield DocumentPart(raw, place, read.read_bytes)
+            for place, raw in enumerate(cut_passages([text])):
+                yield Passage(raw, place, read.read_bytes)
     except UnicodeError as error:  # of a file that says that it is UTF-16
         fault = f"{file.path} is cut or damaged after line {number:,} ({error}); copy it again"
-        yield DocumentPart(b"", 0, file.size, fault)
+        yield Passage(b"", 0, file.size, fault)
 
 
-def _rows_of(file: SourceFile, field: str) -> Iterator[DocumentPart]:
+def _rows_of(file: SourceFile, field: str) -> Iterator[Passage]:
     try:
         for number, row in enumerate(read_rows(file, field), 1):
             if row.text is None:
                 fault = f"{file.path}, row {number:,}: {row.fault}"
-                yield DocumentPart(b"", 0, row.read_bytes, fault)
+                yield Passage(b"", 0, row.read_bytes, fault)
                 continue
-            for place, raw in enumerate(cut_parts([row.text])):
-                yield DocumentPart(raw, place, row.read_bytes)
+            for place, raw in enumerate(cut_passages([row.text])):
+                yield Passage(raw, place, row.read_bytes)
     except BadTable as error:
-        yield DocumentPart(b"", 0, file.size, f"{file.path}: {error}")
+        yield Passage(b"", 0, file.size, f"{file.path}: {error}")
 
 
 class _BadLine(ValueError):

@@ -33,7 +33,7 @@ SHARD = np.dtype(
         ("digest", "V32"),
         ("tokens", "<u4"),
         ("documents", "<u4"),
-        ("part", "<u2"),
+        ("increment", "<u2"),
         ("file", "<u4"),
         ("offset", "<u8"),
     ]
@@ -76,7 +76,9 @@ class PreparedFolder:
         if self._elsewhere:
             path = self._elsewhere[int(shard["file"])]
         else:
-            path = self.folder / token_file(label_of(int(shard["part"]), split), int(shard["file"]))
+            path = self.folder / token_file(
+                label_of(int(shard["increment"]), split), int(shard["file"])
+            )
         size = int(shard["tokens"]) * self.index.token_type.itemsize
         return ShardPlace(shard["digest"].tobytes(), path, int(shard["offset"]), size)
 
@@ -118,24 +120,24 @@ class PreparedFolder:
             end = begin + tokens
             wanted = np.flatnonzero((starts < end) & (starts + length > begin))
             if len(wanted):
-                copy_parts(self.read(split, number), begin, starts, found, wanted)
+                copy_rows(self.read(split, number), begin, starts, found, wanted)
             begin = end
         return found
 
     def _listed(self, split: str) -> NDArray[np.void]:
         """Return all shards of a split (n,), of type `SHARD`, with where they lie."""
         found = [
-            self._of_part(number, split, part.split(split))
-            for number, part in enumerate(self.index.parts)
+            self._of_increment(number, split, increment.split(split))
+            for number, increment in enumerate(self.index.increments)
         ]
         return np.concatenate(found)
 
-    def _of_part(self, number: int, split: str, listed: ShardList) -> NDArray[np.void]:
+    def _of_increment(self, number: int, split: str, listed: ShardList) -> NDArray[np.void]:
         kind, shards = self.index.token_type, np.zeros(listed.shards, dtype=SHARD)
         entries = read_entries(listed, kind, self.page)
         for field in ("digest", "tokens", "documents"):
             shards[field] = entries[field]
-        shards["part"] = number
+        shards["increment"] = number
         if self._elsewhere:
             self._place_elsewhere(shards, label_of(number, split))
             return shards
@@ -176,7 +178,7 @@ def _paths_elsewhere(folder: Path) -> list[Path]:
         raise BadIndex(why) from None
 
 
-def copy_parts(
+def copy_rows(
     shard: TokenIds,
     begin: int,
     starts: NDArray[np.int64],
@@ -206,14 +208,14 @@ def tokens_of(raw: bytes, index: DataIndex, documents: int) -> TokenIds | None:
 
 
 def _laid_out(shards: NDArray[np.void], width: int) -> list[int]:
-    """Say of the shards of a part in which file and where they lie; return the files' lengths."""
+    """Say of an increment's shards in which file and where they lie; return the files' lengths."""
     shards["file"], shards["offset"], lengths = lay_out(shards["tokens"].tolist(), width)
     return lengths
 
 
 def lay_out(tokens: Sequence[int], width: int) -> tuple[list[int], list[int], list[int]]:
-    """Return in which file of a part each of its shards lies, which have so many tokens of `width`
-    bytes, and at which byte; and the files' lengths."""
+    """Return in which file of an increment each of its shards lies, which have so many tokens of
+    `width` bytes, and at which byte; and the files' lengths."""
     files, offsets, lengths = list[int](), list[int](), list[int]()
     for count in tokens:
         if not lengths or lengths[-1] + count * width > MAX_TOKEN_FILE_BYTES:

@@ -34,7 +34,7 @@ from farflock.node.data.index import (
     SPLITS,
     TOKENIZER_NAME,
     DataIndex,
-    DataPart,
+    Increment,
     TokenizerFile,
     token_type,
 )
@@ -173,7 +173,7 @@ class InPlace:
             tokenizer=TokenizerFile(
                 hash=self._tokenizer.hash, bytes=len(raw), chunks=chunk_names(raw)
             ),
-            parts=(DataPart(train=lists[0], held_out=lists[1]),),
+            increments=(Increment(train=lists[0], held_out=lists[1]),),
         )
         write_durably(folder / INDEX_NAME, index.encode())
 

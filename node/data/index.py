@@ -5,10 +5,10 @@ A prepared folder:
     index.json               what is in it; its BLAKE3 hash is the root that names the data
     pages/HASH               up to 65,536 shards: for each its hash (32 bytes), its tokens and its
                              documents (little-endian, 32 bits each)
-    tokens/PPP-SPLIT-NNNNN.bin    shards one after the other, up to 1 GiB in a file: those of part
-                             PPP, which one preparation wrote
+    tokens/PPP-SPLIT-NNNNN.bin    shards one after the other, up to 1 GiB in a file: those of
+                             increment PPP, which one preparation wrote
     tokenizer.json           of Hugging Face's `tokenizers`; none for bytes
-    seen/PPP                 the hashes of a part's documents, for later additions
+    seen/PPP                 the hashes of an increment's documents, for later additions
 
 A shard has little-endian tokens of 16 or 32 bits, at most 4 MiB, and consists of whole documents,
 each of which ends with the end of text. All chunks of the data hang from the root: whoever has it
@@ -31,8 +31,8 @@ INDEX_NAME, TOKENIZER_NAME = "index.json", "tokenizer.json"
 MAX_SHARD_BYTES = MAX_CHUNK_BYTES
 MAX_TOKEN_FILE_BYTES = 1 << 30
 MAX_PAGE_SHARDS = 1 << 16
-MAX_PAGES = 1 << 14  # of one part: about 4 PiB of tokens
-MAX_PARTS = 1024
+MAX_PAGES = 1 << 14  # of one increment: about 4 PiB of tokens
+MAX_INCREMENTS = 1024
 SPLITS = ("train", "held-out")
 PATHS_NAME, PLACES_NAME = "in-place.json", "places"  # of shards in others' files (in_place.py)
 PLACE = np.dtype([("file", "<u4"), ("offset", "<u8")])
@@ -64,7 +64,7 @@ class ShardList(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return min(MAX_PAGE_SHARDS, self.shards - place * MAX_PAGE_SHARDS)
 
 
-class DataPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Increment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The shards of one preparation: those to train on, and those that are held out."""
 
     train: ShardList
@@ -92,7 +92,9 @@ class DataIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     end_of_text: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
     held_out: Annotated[float, msgspec.Meta(ge=0, le=0.5)]
     tokenizer: TokenizerFile | None = None
-    parts: Annotated[tuple[DataPart, ...], msgspec.Meta(min_length=1, max_length=MAX_PARTS)]
+    increments: Annotated[
+        tuple[Increment, ...], msgspec.Meta(min_length=1, max_length=MAX_INCREMENTS)
+    ] = msgspec.field(name="parts")
 
     def __post_init__(self) -> None:
         if self.end_of_text >= self.vocabulary:
@@ -104,8 +106,8 @@ class DataIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return token_type(self.vocabulary)
 
     def totals(self, split: str) -> "Totals":
-        """Return what all parts have together."""
-        lists = [part.split(split) for part in self.parts]
+        """Return what all increments have together."""
+        lists = [increment.split(split) for increment in self.increments]
         return Totals(*(sum(getattr(each, name) for each in lists) for name in Totals._fields))
 
     def encode(self) -> bytes:

@@ -102,7 +102,7 @@ def _rows(records: NDArray[np.void]) -> Iterator[tuple[int, int, int, int]]:
 
 
 class SeenFile:
-    """The identities of a part's documents, in their order, in a file."""
+    """The identities of an increment's documents, in their order, in a file."""
 
     def __init__(self, path: Path) -> None:
         size = path.stat().st_size // IDENTITY.itemsize

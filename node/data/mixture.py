@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from farflock.node.data.random_order import random_order
 
 BLOCK_SAMPLES = 1000
-PARTS = 1_000_000  # of the whole, in which shares are counted
-_CYCLE = PARTS // BLOCK_SAMPLES  # blocks after which counts recur
+WHOLE = 1_000_000  # of the whole, in which shares are counted
+_CYCLE = WHOLE // BLOCK_SAMPLES  # blocks after which counts recur
 _BLOCKS = 1 << 63  # that have an order of their own
 
 _Places = NDArray[np.int64]
@@ -72,7 +72,7 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
     exact = [Fraction(weight) for weight in weights]
     unit = math.lcm(*(each.denominator for each in exact))
     whole = [int(each * unit) for each in exact]
-    shares = _divided([each * PARTS for each in whole], sum(whole), PARTS)
+    shares = _divided([each * WHOLE for each in whole], sum(whole), WHOLE)
     if not all(shares):
         raise BadMixture(
             "a source has less than a millionth of all samples; give it more, or leave it out"
@@ -86,8 +86,8 @@ def block_counts(shares: tuple[int, ...]) -> _Places:
     carried, counts = [0] * len(shares), list[list[int]]()  # in millionths of a sample
     for _ in range(_CYCLE):
         due = [share * BLOCK_SAMPLES + rest for share, rest in zip(shares, carried, strict=True)]
-        counts.append(_divided(due, PARTS, BLOCK_SAMPLES))
-        carried = [each - count * PARTS for each, count in zip(due, counts[-1], strict=True)]
+        counts.append(_divided(due, WHOLE, BLOCK_SAMPLES))
+        carried = [each - count * WHOLE for each, count in zip(due, counts[-1], strict=True)]
     return np.array(counts, dtype=np.int64)
 
 

@@ -18,7 +18,7 @@ IDENTITY = np.dtype(
     [
         ("key_high", "<u8"),
         ("key_low", "<u8"),
-        ("part", "<u4"),
+        ("passage", "<u4"),
         ("own_high", "<u8"),
         ("own_low", "<u8"),
     ]
@@ -26,28 +26,28 @@ IDENTITY = np.dtype(
 
 
 class DocumentId(NamedTuple):
-    """A document's place in the order: the hash of its text's first part, its number among the
-    parts, and its own hash."""
+    """A document's place in the order: the hash of its text's first passage, its number among
+    the passages, and its own hash."""
 
     key_high: int
     key_low: int
-    part: int
+    passage: int
     own_high: int
     own_low: int
 
 
 class DocumentIds:
-    """The identities of parts in the order of their texts; it remembers each text's first part."""
+    """The identities of passages in the order of their texts; it remembers each first one."""
 
     def __init__(self) -> None:
         self._key = (0, 0)
 
-    def of(self, digest: bytes, part: int) -> DocumentId:
-        """Return the identity of the next part of a text, by its own hash; part 0 is the first."""
+    def of(self, digest: bytes, passage: int) -> DocumentId:
+        """Return the identity of a text's next passage, by its own hash; number 0 is the first."""
         own = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big")
-        if part == 0:
+        if passage == 0:
             self._key = own
-        return DocumentId(*self._key, part, *own)
+        return DocumentId(*self._key, passage, *own)
 
 
 def document_hash(text: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""`farflock data prepare`: from files to a folder of prepared data, or to one more part of it.
+"""`farflock data prepare`: from files to a folder of prepared data, or to one more increment of it.
 
     find files -> read and tokenize -> buckets -> shards -> pages -> index
 
@@ -21,12 +21,12 @@ import msgspec
 from farflock.node.data.folder import PreparedFolder
 from farflock.node.data.index import (
     INDEX_NAME,
-    MAX_PARTS,
+    MAX_INCREMENTS,
     PATHS_NAME,
     SPLITS,
     TOKENIZER_NAME,
     DataIndex,
-    DataPart,
+    Increment,
     TokenizerFile,
     token_type,
 )
@@ -74,7 +74,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preparation:
-    """The making of a folder out of files, or with `adds` of another part of it."""
+    """The making of a folder out of files, or with `adds` of another increment of it."""
 
     def __init__(
         self,
@@ -121,10 +121,10 @@ class Preparation:
                         lambda done: progress(min(1.0, done / total) * SORTING_SHARE),
                         self.options.strict,
                     )
-                part, duplicates = self._merged(sorting, before, progress)
+                increment, duplicates = self._merged(sorting, before, progress)
                 state = sorting.state
-                if part.train.shards or (before and part.held_out.shards):
-                    self._moved(part, before)
+                if increment.train.shards or (before and increment.held_out.shards):
+                    self._moved(increment, before)
                 else:
                     shutil.rmtree(self.partial)
                     self._require_something(before, state)
@@ -180,8 +180,8 @@ class Preparation:
         if index.held_out != self.options.held_out:
             why = f"{index.held_out} of the data there is held out"
             raise Usage("--held-out", why, f"use {index.held_out}")
-        if len(index.parts) >= MAX_PARTS:
-            why = f"it has {MAX_PARTS} parts already"
+        if len(index.increments) >= MAX_INCREMENTS:
+            why = f"it has {MAX_INCREMENTS} parts already"
             raise Failure(str(self.target), why, "prepare all sources together, under another name")
 
     def _sorting(self, say: Say) -> Sorting:
@@ -212,18 +212,18 @@ class Preparation:
 
     def _merged(
         self, sorting: Sorting, before: PreparedFolder | None, progress: Callable[[float], None]
-    ) -> tuple[DataPart, int]:
-        """Write the part's files; return it, and how many documents were dropped."""
+    ) -> tuple[Increment, int]:
+        """Write the increment's files; return it, and how many documents were dropped."""
         done = self.partial / "done"
         if done.exists():
             shutil.rmtree(done)
         for name in _FOLDERS:
             (done / name).mkdir(parents=True)
-        number = 0 if before is None else len(before.index.parts)
+        number = 0 if before is None else len(before.index.increments)
         kind = token_type(self.tokenizer.vocab_size)
         labels = [label_of(number, split) for split in SPLITS]
         writers = Writers(*(ShardWriter(done, each, kind, self.end_of_text) for each in labels))
-        seen = [SeenFile(self.target / "seen" / f"{part:03}") for part in range(number)]
+        seen = [SeenFile(self.target / "seen" / f"{increment:03}") for increment in range(number)]
         merging = Merging(sorting.buckets, self.options.held_out, self.options.keep_duplicates)
         with (done / "seen" / f"{number:03}").open("wb") as new:
             duplicates = merging.run(
@@ -232,8 +232,8 @@ class Preparation:
                 new,
                 lambda share: progress(SORTING_SHARE + share * (1 - SORTING_SHARE)),
             )
-        part = DataPart(train=writers.train.finish(), held_out=writers.held_out.finish())
-        return part, duplicates
+        increment = Increment(train=writers.train.finish(), held_out=writers.held_out.finish())
+        return increment, duplicates
 
     def _require_something(self, before: PreparedFolder | None, state: SortingState) -> None:
         if before is None:
@@ -241,16 +241,16 @@ class Preparation:
             unread = f", and {state.named[0]}" if state.named else ""
             raise Failure("there is nothing to train on", f"{why}{unread}", "name more text")
 
-    def _moved(self, part: DataPart, before: PreparedFolder | None) -> None:
-        """Move the part into the folder, and put the index that names it there last."""
+    def _moved(self, increment: Increment, before: PreparedFolder | None) -> None:
+        """Move the increment into the folder, and put the index that names it there last."""
         done = self.partial / "done"
-        parts = () if before is None else before.index.parts
+        increments = () if before is None else before.index.increments
         index = DataIndex(
             vocabulary=self.tokenizer.vocab_size,
             end_of_text=self.end_of_text,
             held_out=self.options.held_out,
             tokenizer=self._tokenizer_file(done),
-            parts=(*parts, part),
+            increments=(*increments, increment),
         )
         origins = [*(_origins(before) if before else ()), self.fingerprint]
         write_durably(done / _ORIGINS, msgspec.json.encode(origins))
@@ -265,8 +265,8 @@ class Preparation:
         shutil.rmtree(self.partial)
 
     def _mixed_in(self, done: Path) -> None:
-        """Move the files of a further part to those of the others; until the index is there, what
-        the folder holds is what it held before."""
+        """Move the files of a further increment to those of the others; until the index is there,
+        what the folder holds is what it held before."""
         files = [each for each in sorted(done.rglob("*")) if each.is_file()]
         for path in (each for each in files if each.name != INDEX_NAME):
             os.replace(path, self.target / path.relative_to(done))
@@ -291,12 +291,14 @@ def _require_options(options: PrepareOptions) -> None:
 
 
 def _origins(content: PreparedFolder) -> list[str]:
-    """Return the fingerprints of the parts of a folder."""
+    """Return the fingerprints of the increments of a folder."""
     try:
         found = msgspec.json.decode((content.folder / _ORIGINS).read_bytes(), type=list[str])
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return []
-    return found[: len(content.index.parts)]  # one more may be of an addition that was broken off
+    return found[
+        : len(content.index.increments)
+    ]  # one more may be of an addition that was broken off
 
 
 @contextlib.contextmanager

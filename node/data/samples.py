@@ -33,7 +33,7 @@ from farflock.node.data.shard_order import SampleStream, ShardOrder
 from farflock.node.tokens.tokenizer import TokenIds
 
 KEPT_CURSORS = 4096  # of the newest places: some rounds' worth
-KEPT_PARTS = 64  # of groups that were read in parts, of each source
+KEPT_PASSES = 64  # of groups that were read in several, of each source
 
 
 class TooShort(ValueError):
@@ -170,12 +170,12 @@ class _Group(NamedTuple):
         return self.shards[shard].tokens[start : start + length]
 
 
-_Parts = dict[tuple[int, int, int], int]  # epoch, group, shards done: those that were late
+_Passes = dict[tuple[int, int, int], int]  # epoch, group, shards done: those that were late
 
 
 class _SourceReader:
-    """One source's samples in turn, from a place on. `parts` are those that were begun before; one
-    that `expects` says what it reads next."""
+    """One source's samples in turn, from a place on. `passes` are those that were begun before;
+    one that `expects` says what it reads next."""
 
     def __init__(
         self,
@@ -183,10 +183,10 @@ class _SourceReader:
         stream: SampleStream,
         length: int,
         place: SourcePlace,
-        parts: _Parts,
+        passes: _Passes,
         expects: bool,
     ) -> None:
-        self._source, self._length, self.place, self._parts = source, length, place, parts
+        self._source, self._length, self.place, self._passes = source, length, place, passes
         self._expects = expects
         self._coming = source if isinstance(source, ComingShards) else None
         self._order = ShardOrder(stream, source.name, len(source.sizes))
@@ -194,7 +194,7 @@ class _SourceReader:
             raise _outside()
         self._group: _Group | None = None
         if place.number or place.late:
-            parts[place.epoch, place.group, place.done] = place.late
+            passes[place.epoch, place.group, place.done] = place.late
 
     def next(self) -> TokenIds:
         """Return the next sample, a view of `length` tokens."""
@@ -223,9 +223,9 @@ class _SourceReader:
         """Move on in the open group, and out of it after its last sample."""
         self.place = self.place._replace(number=self.place.number + step)
         if self.place.number == len(group.order):
-            self._end_part()
+            self._end_pass()
 
-    def _end_part(self) -> None:
+    def _end_pass(self) -> None:
         """Go on with the shards of the group that were late, or else with the next group."""
         place, self._group = self.place, None  # its shards go before the next ones come
         if place.late:
@@ -250,7 +250,7 @@ class _SourceReader:
             if self.place.number > shards and self._coming is None:
                 raise _outside()
             if self.place.number >= shards:
-                self._end_part()
+                self._end_pass()
         return self._group
 
     def _open(self) -> _Group | None:
@@ -265,24 +265,24 @@ class _SourceReader:
         return _Group(opened, before, order)
 
     def _here(self, shards: Sequence[int]) -> list[int]:
-        """Wait for shards of the group; return the bits of those that are read now. A part that was
-        begun before is read with the same shards again, as far as anybody has them."""
+        """Wait for shards of the group; return the bits of those that are read now. A pass that
+        was begun before reads the same shards again, as far as anybody has them."""
         assert self._coming is not None, "all shards are here"
         self.expect()
         place, left = self.place, self._left(self.place)
-        begun = self._parts.get((place.epoch, place.group, place.done))
-        part = [bit for bit in left if not (begun or 0) >> bit & 1]
-        here, gone = self._coming.here([shards[bit] for bit in part], all_of=begun is not None)
+        begun = self._passes.get((place.epoch, place.group, place.done))
+        rest = [bit for bit in left if not (begun or 0) >> bit & 1]
+        here, gone = self._coming.here([shards[bit] for bit in rest], all_of=begun is not None)
         if begun is None:
-            begun = sum(1 << bit for bit in part if shards[bit] not in {*here, *gone})
-            self._parts[place.epoch, place.group, place.done] = begun
-            if len(self._parts) > KEPT_PARTS:
-                del self._parts[next(iter(self._parts))]
+            begun = sum(1 << bit for bit in rest if shards[bit] not in {*here, *gone})
+            self._passes[place.epoch, place.group, place.done] = begun
+            if len(self._passes) > KEPT_PASSES:
+                del self._passes[next(iter(self._passes))]
         self.place = place._replace(late=begun)
-        return [bit for bit in part if shards[bit] in here]
+        return [bit for bit in rest if shards[bit] in here]
 
     def _left(self, place: SourcePlace) -> list[int]:
-        """Return the bits of the shards of a place's group that were in no part before."""
+        """Return the bits of the shards of a place's group that were in no pass before."""
         shards = len(self._order.group(place.epoch, place.group))
         return [bit for bit in range(shards) if not place.done >> bit & 1]
 
@@ -304,7 +304,7 @@ class SampleReader:
         self._fixed = {0: first, self._start.drawn: self._start}
         self._newest = OrderedDict[int, Cursor]()
         self._at = self._start.drawn
-        self._parts = [_Parts() for _ in text.sources]
+        self._passes = [_Passes() for _ in text.sources]
         self._readers = self._readers_at(self._start.places)
         for reader in self._readers:
             reader.expect()
@@ -363,8 +363,8 @@ class SampleReader:
         self, places: Sequence[SourcePlace], *, expects: bool = True
     ) -> list[_SourceReader]:
         return [
-            _SourceReader(source, self._stream, self.length, place, parts, expects)
-            for source, place, parts in zip(self._text.sources, places, self._parts, strict=True)
+            _SourceReader(source, self._stream, self.length, place, passes, expects)
+            for source, place, passes in zip(self._text.sources, places, self._passes, strict=True)
         ]
 
     def _cursor(self) -> Cursor:

@@ -27,7 +27,7 @@ class Page(NamedTuple):
 def pages_of(index: DataIndex) -> list[Page]:
     """Return the pages of an index, each once; raise `BadIndex` if it lists so many shards that no
     machine should fetch their list."""
-    lists = [part.split(split) for split in SPLITS for part in index.parts]
+    lists = [increment.split(split) for split in SPLITS for increment in index.increments]
     if sum(listed.shards for listed in lists) > MAX_FETCHED_SHARDS:
         raise BadIndex(
             f"the run's data have more than {MAX_FETCHED_SHARDS:,} shards, whose list is too long "
@@ -42,7 +42,7 @@ def pages_of(index: DataIndex) -> list[Page]:
 
 
 class ShardTable:
-    """All shards of an index by number: first those to train on, part by part, then those held out.
+    """All shards of an index by number: first those to train on, by increments, then the held-out.
 
     `page` gives the bytes of a page of this name. Raise `BadIndex` if the index is not the one with
     this root, or a page is not what it says."""
@@ -51,7 +51,10 @@ class ShardTable:
         self.index, self.root, self.index_bytes = read_index(raw, "the index", root), root, len(raw)
         kind = self.index.token_type
         lists = [
-            [read_entries(part.split(split), kind, page) for part in self.index.parts]
+            [
+                read_entries(increment.split(split), kind, page)
+                for increment in self.index.increments
+            ]
             for split in SPLITS
         ]
         self.train = sum(map(len, lists[0]))  # as many are trained on

@@ -20,7 +20,7 @@ from farflock.swarm.chunk_store import digest_of
 
 
 class ShardWriter:
-    """The shards of one split of a part, in files in the folder `tokens`.
+    """The shards of one split of an increment, in files in the folder `tokens`.
 
     A document that does not fit into the rest of a shard begins the next one. One that fits into
     none, of a tokenizer that makes many tokens, is cut into several, each with the end of text."""
@@ -101,6 +101,6 @@ def token_file(label: str, number: int) -> str:
     return f"tokens/{label}-{number:05}.bin"
 
 
-def label_of(part: int, split: str) -> str:
+def label_of(increment: int, split: str) -> str:
     """Return what the names of a split's files begin with."""
-    return f"{part:03}-{split}"
+    return f"{increment:03}-{split}"

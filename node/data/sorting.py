@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from farflock.node.data.buckets import Buckets, BucketSize, bucket_bits
-from farflock.node.data.documents import BadDocuments, DocumentPart, read_documents
+from farflock.node.data.documents import BadDocuments, Passage, read_documents
 from farflock.node.data.index import token_type
 from farflock.node.data.ordering import DocumentIds, document_hash
 from farflock.node.data.sources import SourceFile
@@ -25,18 +25,18 @@ from farflock.node.tokens.tokenizer import TokenIds, Tokenizer
 STATE = "state.json"
 SAVE_EVERY_S = 10.0
 HELD_BYTES = 96 << 20  # of documents in memory before buckets are written
-BATCH_BYTES, BATCH_PARTS = 1 << 20, 4096  # of text that one call tokenizes
+BATCH_BYTES, BATCH_PASSAGES = 1 << 20, 4096  # of text that one call tokenizes
 MAX_WORKERS = 8  # calls at once, each of which may use several threads
 MAX_NAMED = 20  # documents that could not be read, in words
 
 
 class SortingState(msgspec.Struct, kw_only=True):
-    """The place that the pass has reached: files read to their end, parts read of the next, and the
-    bytes of the buckets' files. `fingerprint` stands for all that the result depends on."""
+    """The place that the pass has reached: files read to their end, passages read of the next, and
+    the bytes of the buckets' files. `fingerprint` stands for all that the result depends on."""
 
     fingerprint: str
     files: int = 0
-    parts: int = 0
+    passages: int = msgspec.field(default=0, name="parts")
     finished: bool = False
     skipped: int = 0
     named: list[str] = msgspec.field(default_factory=list)
@@ -44,16 +44,16 @@ class SortingState(msgspec.Struct, kw_only=True):
 
 
 class _Item(NamedTuple):
-    """A part, and how far the pass is after it: files, parts of the next one, bytes of all."""
+    """A passage, and how far the pass is after it: files, passages of the next, bytes of all."""
 
-    part: DocumentPart
+    passage: Passage
     files: int
-    file_parts: int
+    file_passages: int
     read_bytes: int
 
 
 class _Tokenized(NamedTuple):
-    """The outcome of a part: the hash of its text, and its tokens; or why there are none."""
+    """The outcome of a passage: the hash of its text, and its tokens; or why there are none."""
 
     digest: bytes
     tokens: bytes
@@ -90,14 +90,14 @@ class Sorting:
         saved_s = clock()
         for items, made in self._ahead(min(cores, MAX_WORKERS)):
             for item, found in zip(items, made, strict=True):
-                self._take(item.part, found, strict)
+                self._take(item.passage, found, strict)
             last = items[-1]
-            self.state.files, self.state.parts = last.files, last.file_parts
+            self.state.files, self.state.passages = last.files, last.file_passages
             if self.buckets.held_bytes > HELD_BYTES or clock() - saved_s > SAVE_EVERY_S:
                 self.save()
                 saved_s = clock()
             progress(last.read_bytes)
-        self.state.files, self.state.parts, self.state.finished = len(self._files), 0, True
+        self.state.files, self.state.passages, self.state.finished = len(self._files), 0, True
         self.save()
 
     def save(self) -> None:
@@ -107,7 +107,7 @@ class Sorting:
         self.state.buckets = self.buckets.sizes
         save_state(self._folder, self.state)
 
-    def _take(self, part: DocumentPart, found: _Tokenized, strict: bool) -> None:
+    def _take(self, passage: Passage, found: _Tokenized, strict: bool) -> None:
         if found.fault:
             if strict:
                 raise BadDocuments(f"{found.fault}, or leave out --strict")
@@ -115,7 +115,7 @@ class Sorting:
             if len(self.state.named) < MAX_NAMED:
                 self.state.named.append(found.fault)
             return
-        identity = self._identities.of(found.digest, part.number)
+        identity = self._identities.of(found.digest, passage.number)
         if found.tokens:  # some tokenizers leave nothing of some texts
             self.buckets.add(identity, found.tokens)
 
@@ -136,13 +136,13 @@ class Sorting:
             pool.shutdown(cancel_futures=True)
 
     def _tokenized(self, batch: list[_Item]) -> list[_Tokenized]:
-        encoded = self._tokenizer.encode_batch([item.part.raw.decode() for item in batch])
+        encoded = self._tokenizer.encode_batch([item.passage.raw.decode() for item in batch])
         return [self._of(item, ids) for item, ids in zip(batch, encoded, strict=True)]
 
     def _of(self, item: _Item, ids: TokenIds) -> _Tokenized:
-        if item.part.fault:
-            return _Tokenized(b"", b"", item.part.fault)
-        digest = document_hash(item.part.raw)
+        if item.passage.fault:
+            return _Tokenized(b"", b"", item.passage.fault)
+        digest = document_hash(item.passage.raw)
         if (ids == self._tokenizer.end_of_text).any():
             path = self._files[item.files].path
             why = f"a text in {path} has the token that ends documents"
@@ -152,25 +152,27 @@ class Sorting:
     def _batches(self) -> Iterator[list[_Item]]:
         batch, size = list[_Item](), 0
         for item in self._items():
-            if batch and (size + len(item.part.raw) > BATCH_BYTES or len(batch) >= BATCH_PARTS):
+            if batch and (
+                size + len(item.passage.raw) > BATCH_BYTES or len(batch) >= BATCH_PASSAGES
+            ):
                 yield batch
                 batch, size = [], 0
             batch.append(item)
-            size += len(item.part.raw)
+            size += len(item.passage.raw)
         if batch:
             yield batch
 
     def _items(self) -> Iterator[_Item]:
         """Yield what was not taken yet."""
         done_bytes = sum(file.size for file in self._files[: self.state.files])
-        known, first = self.state.parts, self.state.files
+        known, first = self.state.passages, self.state.files
         for place in range(first, len(self._files)):
             file = self._files[place]
-            for number, part in enumerate(read_documents(file, self._field), 1):
+            for number, passage in enumerate(read_documents(file, self._field), 1):
                 if number > known:
-                    yield _Item(part, place, number, done_bytes + part.read_bytes)
-                elif part.number == 0 and not part.fault:
-                    self._identities.of(document_hash(part.raw), 0)
+                    yield _Item(passage, place, number, done_bytes + passage.read_bytes)
+                elif passage.number == 0 and not passage.fault:
+                    self._identities.of(document_hash(passage.raw), 0)
             known, done_bytes = 0, done_bytes + file.size
 
 

@@ -84,8 +84,8 @@ class WebFolder:
         """Return up to so many bytes of an answer, as far as it comes."""
         raw, ends_s = bytearray(), self._now_s() + SHARD_S
         try:
-            while len(raw) < size and (part := answer.read1(min(READ_BYTES, size - len(raw)))):
-                raw += part
+            while len(raw) < size and (data := answer.read1(min(READ_BYTES, size - len(raw)))):
+                raw += data
                 if self._now_s() >= ends_s:
                     raise TimeoutError(f"slower than {SHARD_S:.0f} s for {size:,} bytes")
         except (OSError, http.client.HTTPException) as error:
@@ -136,8 +136,8 @@ class ShardFiles:
         width, first = table.index.token_type.itemsize, 0
         self._places = list[tuple[str, int]]()
         for split in SPLITS:
-            for number, part in enumerate(table.index.parts):
-                last = first + part.split(split).shards
+            for number, increment in enumerate(table.index.increments):
+                last = first + increment.split(split).shards
                 files, offsets, _ = lay_out(list(map(table.tokens, range(first, last))), width)
                 label = label_of(number, split)
                 self._places += [

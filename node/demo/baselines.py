@@ -38,8 +38,8 @@ def train_baseline(
     for step in range(steps):
         for group in inner.param_groups:
             group["lr"] = plan.schedule.rate(step * run_tokens_per_step, step)
-        for part in range(plan.accumulate):
-            batches = [source.batch(step * plan.accumulate + part) for source in sources]
+        for number in range(plan.accumulate):
+            batches = [source.batch(step * plan.accumulate + number) for source in sources]
             x, y = (torch.cat(column) for column in zip(*batches, strict=True))
             (next_token_loss(model(x), y) / plan.accumulate).backward()  # type: ignore[no-untyped-call]
         if plan.clip_norm is not None:

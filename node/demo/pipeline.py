@@ -146,7 +146,7 @@ def assembled(plan: RunPlan, stages: int, children: Sequence[Child]) -> Llama:
                 "none of its servers ended well",
                 "read their log.txt",
             )
-        pieces.append(max(found, key=lambda saved: int(saved.meta["tokens"])).parts["model"])
+        pieces.append(max(found, key=lambda saved: int(saved.meta["tokens"])).groups["model"])
     model = build(plan.model, plan.run_seed)
     with torch.no_grad():
         for name, x in joined(pieces).items():

@@ -109,8 +109,8 @@ def _numbers(compared: Comparison) -> dict[str, float | None]:
 def _swarm_model(plan: RunPlan, children: Sequence[Child]) -> Llama:
     """Return the mean of the survivors' models as evaluated (for an exact method they are
     equal)."""
-    parts = [checkpoint.load(found).parts["model"] for found in _checkpoints(children)]
-    mean = {name: torch.stack([part[name] for part in parts]).mean(dim=0) for name in parts[0]}
+    states = [checkpoint.load(found).groups["model"] for found in _checkpoints(children)]
+    mean = {name: torch.stack([each[name] for each in states]).mean(dim=0) for name in states[0]}
     model = build(plan.model, plan.run_seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -67,5 +67,5 @@ def _is_of(number: int, places: set[tuple[str, int]]) -> bool:
 
 def _place(address: str) -> tuple[str, int]:
     """Return host and port of a multiaddress, /ip4/192.0.2.7/tcp/4001."""
-    parts = address.split("/")
-    return parts[2], int(parts[4])
+    fields = address.split("/")
+    return fields[2], int(fields[4])

@@ -129,10 +129,10 @@ def _require_hash(found: str, expected: str, what: str, remedy: str) -> None:
 
 def _cut_plays(text: bytes, about: About) -> Corpus:
     """Put each play, whole, into the training text or the held-out text."""
-    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    texts: dict[bool, list[bytes]] = {False: [], True: []}
     start = 0
     for play in about.plays:
-        parts[play.held_out].append(text[start : start + play.size_bytes])
+        texts[play.held_out].append(text[start : start + play.size_bytes])
         start += play.size_bytes
     if start != len(text):
         raise BadCorpus(
@@ -142,8 +142,8 @@ def _cut_plays(text: bytes, about: About) -> Corpus:
     titles = tuple(play.title for play in about.plays if play.held_out)
     return Corpus(
         SHIPPED,
-        b"".join(parts[False]).decode(),
-        b"".join(parts[True]).decode(),
+        b"".join(texts[False]).decode(),
+        b"".join(texts[True]).decode(),
         titles,
         about.sha256,
     )

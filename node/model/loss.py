@@ -119,10 +119,10 @@ class _Products:
             sum_VD.addmm_(gradient_CV.t(), x_CD)
             return
         rows = max(2 * MAX_LOGITS // x_CD.shape[1] // ALIGNED, 1) * ALIGNED
-        for part, columns in zip(
+        for rows_of, columns in zip(
             torch.split(sum_VD, rows), torch.split(gradient_CV, rows, 1), strict=True
         ):
-            part.add_(columns.t() @ x_CD)
+            rows_of.add_(columns.t() @ x_CD)
 
 
 class _SummedLoss(torch.autograd.Function):

@@ -18,7 +18,7 @@ def plain_name(name: str) -> str:
     if not any(wrapper in name for wrapper in WRAPPERS):
         return name
     *modules, own = name.split(".")
-    return ".".join((*(part for part in modules if part not in WRAPPERS), own))
+    return ".".join((*(each for each in modules if each not in WRAPPERS), own))
 
 
 def in_plain_names(found: Mapping[str, T]) -> dict[str, T]:

@@ -136,7 +136,9 @@ class Slots:
     def _first_moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor | PackedMoment]:
         """Return all moments that the optimizer starts with, as it would not create one that is
         missing."""
-        inner = self._inner.part_of(parameter) if isinstance(self._inner, Muon) else self._inner
+        inner = (
+            self._inner.optimizer_of(parameter) if isinstance(self._inner, Muon) else self._inner
+        )
         options = inner.defaults
         if isinstance(inner, SmallAdamW):
             return inner.first_state(parameter)

@@ -42,7 +42,7 @@ class FsdpReplica:
         copies: bool = False,
     ) -> None:
         self._slots = Slots(module, inner, clip_norm)
-        self._wrapped = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._wrapped = [each for each in module.modules() if isinstance(each, FSDPModule)]
         if not (self._wrapped or copies):
             raise ValueError(
                 "the module is not sharded: call fully_shard on it first, or use PlainReplica"
@@ -115,11 +115,11 @@ class FsdpReplica:
         local = stored.to_local().reshape(-1)
         values = torch.empty(stop - start, dtype=torch.float32)
         for rank, (first, last), mine in self._holders(stored, start, stop):
-            part = values[first - start : last - start]
+            piece = values[first - start : last - start]
             if rank == LEADER:
-                part.copy_(local[mine])
+                piece.copy_(local[mine])
             else:
-                self.ranks.receive(part, rank)
+                self.ranks.receive(piece, rank)
         return values
 
     def _give(self, stored: Tensor, start: int, stop: int) -> None:
@@ -167,8 +167,8 @@ class FsdpReplica:
         """Blend values of the leader into the ranks that hold their range; followers have none."""
         target = self._slots.ensure(name, what)
         if what == "param":  # FSDP may still hold weights gathered for an evaluation
-            for part in self._wrapped:
-                part.reshard()
+            for each in self._wrapped:
+                each.reshard()
         if target is None:
             return
         if new is not None:

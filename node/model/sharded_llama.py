@@ -28,8 +28,8 @@ def build_sharded(
     in_bf16 = torch.bfloat16 if device.precision == "bf16" else None
     policy = MixedPrecisionPolicy(in_bf16, torch.float32, cast_forward_inputs=False)
     mesh = init_device_mesh(device.place.type, (dist.get_world_size(),))
-    for part in (*model.blocks(), model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+    for module in (*model.blocks(), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
     model.to_empty(device=device.place)
     for name, angles in zip(("cos", "sin"), rotary(config), strict=True):
         model.get_buffer(name).copy_(angles)

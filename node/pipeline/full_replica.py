@@ -40,8 +40,8 @@ class LocalStage:
 
 
 class FullTrainer:
-    """The training that a full replica does itself, for one life of its node. `parts` are the
-    stages in order.
+    """The training that a full replica does itself, for one life of its node. `local_stages` are
+    the stages in order.
 
     Microbatches come from `source`. At most `ahead` of them wait for the step of a stage that
     has a full batch, and at most `kept` wait until a round names them."""
@@ -50,14 +50,14 @@ class FullTrainer:
         self,
         peer: Peer,
         stage_directory: StageDirectory,
-        parts: Sequence[LocalStage],
+        local_stages: Sequence[LocalStage],
         source: MicrobatchSource,
         ahead: int,
         kept: int,
         computing: Computing,
         report: Report = lambda kind, fields: None,
     ) -> None:
-        self._peer, self._stage_directory, self._parts = peer, stage_directory, tuple(parts)
+        self._peer, self._stage_directory, self._stages = peer, stage_directory, tuple(local_stages)
         self.source, self._ahead, self._max_kept = source, ahead, kept
         self._computing = computing
         # no server is asked, so a microbatch that a round may have named is still "open" here
@@ -89,13 +89,13 @@ class FullTrainer:
         if self.kept >= self._max_kept or not self._peer.membership.is_member:
             return False
         me = self._peer.me
-        ready = [part for part in self._parts if part.server.accounts.untaken(me) >= self._ahead]
+        ready = [each for each in self._stages if each.server.accounts.untaken(me) >= self._ahead]
         # a stage without a full batch may be waiting for this peer alone, so go on for it
-        return not any(part.batch.is_full() for part in ready)
+        return not any(each.batch.is_full() for each in ready)
 
     async def _train(self, microbatch: Microbatch) -> None:
         number, started_s, order = microbatch.step, self._now(), self.source.order(microbatch)
-        servers = [self._parts[stage].server for stage in order]
+        servers = [self._stages[stage].server for stage in order]
         work = partial(self._compute_finite, servers, microbatch)
         found = await self._computing.run_pass(work, BACKWARD_COST * len(order))
         if found is None:
@@ -104,9 +104,9 @@ class FullTrainer:
         staged, loss, rounds = found
         self.commits.begin(number, order, started_s)
         key = self._peer.me, number
-        for server, part, of in zip(servers, staged, rounds, strict=True):
+        for server, gradient, of in zip(servers, staged, rounds, strict=True):
             known_loss = loss if server.stage.is_last else None
-            await server.contribute(key, part, known_loss, of)
+            await server.contribute(key, gradient, known_loss, of)
         self.commits.trained(number, loss / self.source.edges.tokens)
 
     def _compute_finite(
@@ -114,7 +114,7 @@ class FullTrainer:
     ) -> tuple[tuple[MicrobatchGradient, ...], float, list[int]] | None:
         """Return what `compute` does, or None if a gradient is not finite."""
         found = self.compute(servers, microbatch)
-        gradients = (x for part in found[0] for x in part.gradients.values())
+        gradients = (x for staged in found[0] for x in staged.gradients.values())
         return found if bool(finite(gradients)) else None
 
     def compute(

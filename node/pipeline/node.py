@@ -139,7 +139,7 @@ class PipelineNode:
         if self.evaluator is not None:
             self.evaluator.joins()
         comes = _Together(downloaded)
-        beginnings = [self._beginning(serving).join(comes.part()) for serving in self.servings]
+        beginnings = [self._beginning(serving).join(comes.download()) for serving in self.servings]
         tasks = [asyncio.ensure_future(beginning) for beginning in beginnings]
         try:
             await asyncio.gather(*tasks)
@@ -273,7 +273,7 @@ class PipelineNode:
             train.append(self._end(total_tokens))
         if self.trainer is not None:
             train.append(self.trainer.run(lambda: self.stage_directory.tokens() >= total_tokens))
-        tasks = [asyncio.ensure_future(part) for part in (*serve, *train)]
+        tasks = [asyncio.ensure_future(work) for work in (*serve, *train)]
         rest, running = tasks[len(serve) :], set(tasks)
         try:
             while running.intersection(rest):
@@ -355,9 +355,9 @@ class PipelineNode:
         source = MicrobatchSource(self.batches, edges, policy, lane, first, gone)
         terms, late, report = pipeline.trainer, _max_late(pipeline, edges), self.means.report
         if self._stage == EVERY:
-            parts = [LocalStage(serving.server, serving.batch) for serving in self.servings]
+            stages = [LocalStage(serving.server, serving.batch) for serving in self.servings]
             return FullTrainer(
-                peer, self.stage_directory, parts, source, late, terms.kept, self.means, report
+                peer, self.stage_directory, stages, source, late, terms.kept, self.means, report
             )
         terms = replace(terms, window=min(terms.window, late))
         batch = max(steps_of(plan.options) * pipeline.batch_tokens // edges.tokens, 1)
@@ -420,17 +420,17 @@ class _Together:
     """The total progress of several downloads."""
 
     def __init__(self, downloaded: DownloadProgress) -> None:
-        self._downloaded, self._parts = downloaded, list[tuple[int, int]]()
+        self._downloaded, self._downloads = downloaded, list[tuple[int, int]]()
 
-    def part(self) -> DownloadProgress:
+    def download(self) -> DownloadProgress:
         """Return the callback through which one download reports its progress."""
-        place = len(self._parts)
-        self._parts.append((0, 0))
+        place = len(self._downloads)
+        self._downloads.append((0, 0))
 
         def coming(here: int, total: int) -> None:
-            self._parts[place] = here, total
-            here_bytes = sum(part[0] for part in self._parts)
-            total_bytes = sum(part[1] for part in self._parts)
+            self._downloads[place] = here, total
+            here_bytes = sum(each[0] for each in self._downloads)
+            total_bytes = sum(each[1] for each in self._downloads)
             self._downloaded(here_bytes, total_bytes)
 
         return coming

@@ -56,9 +56,9 @@ class Brake:
             return 0.0
         return self._stepped_s + min(self._seconds(), MAX_STEP_S) - time.monotonic()
 
-    def may_begin(self, parts: int) -> bool:
-        """Return whether one of the `parts` of a step may begin now, and count it if so."""
-        if time.monotonic() - self._stepped_s < min(self._seconds() / parts, MAX_STEP_S):
+    def may_begin(self, count: int) -> bool:
+        """Return whether one of the `count` of a step may begin now, and count it if so."""
+        if time.monotonic() - self._stepped_s < min(self._seconds() / count, MAX_STEP_S):
             return False
         self._stepped_s = time.monotonic()
         return True

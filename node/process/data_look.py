@@ -37,31 +37,20 @@ class Excerpt(msgspec.Struct, frozen=True):
     text: str
 
 
-async def fetch_plan(
-    machine: MachineOptions, invite: Invite, timeout_s: float
-) -> tuple[Manifest, RunData | None]:
-    """Return the verified manifest of an invite's run, and what is known of its prepared data,
-    whose index is fetched; raise `RefusedByRun` if no member has that."""
-    async with visiting_run(invite, timeout_s) as visit:
-        manifest, links = read_run(visit.learnt).manifest, visit.world.links
-        members = known_members(links, visit.learnt.records, invite.run)
-        data = await fetch_data(links, invite.run, manifest.data, members, machine)
-        if data is not None:
-            data.close()  # it is lent to nobody
-        return manifest, data
-
-
 async def look_at_data(
-    machine: MachineOptions, invite: Invite, timeout_s: float, seed: int
+    machine: MachineOptions, invite: Invite, timeout_s: float, seed: int | None = None
 ) -> tuple[Manifest, RunData | None, list[Excerpt]]:
-    """Return the same, and a few documents of the data, drawn by the seed."""
+    """Return the verified manifest of an invite's run, what is known of its prepared data, whose
+    index is fetched, and a few documents of them, drawn by the seed (None: none); raise
+    `RefusedByRun` if no member has the index."""
     async with visiting_run(invite, timeout_s) as visit:
         manifest, links, run = read_run(visit.learnt).manifest, visit.world.links, invite.run
         members = known_members(links, visit.learnt.records, run)
         data = await fetch_data(links, run, manifest.data, members, machine)
-        if data is None:
-            return manifest, None, []
-        data.close()
+        if data is not None:
+            data.close()  # it is lent to nobody
+        if data is None or seed is None:
+            return manifest, data, []
         await fetch_tokenizer(links, run, manifest.data, members)
         tokenizer = tokenizer_of(manifest.data)
         return manifest, data, await read_excerpts(links, run, data, members, tokenizer, seed)

@@ -62,8 +62,8 @@ class DiskPlan(NamedTuple):
 
     def __str__(self) -> str:
         names = ("checkpoints", "snapshots", "past rounds", "the method's state", "data")
-        parts = zip(names, self, strict=True)
-        listed = ", ".join(f"{shown(size)} of {name}" for name, size in parts if size)
+        shares = zip(names, self, strict=True)
+        listed = ", ".join(f"{shown(size)} of {name}" for name, size in shares if size)
         whole = f"this node takes up to {shown(sum(self))} of the disk"
         return f"{whole}: {listed}" if listed else "this node takes next to nothing of the disk"
 

@@ -1,4 +1,4 @@
-"""How a node enters a run: as its founder, or by an invite.
+"""The ways of a node into a run: as its founder, or by an invite.
 
 `found` and `join` differ in where the manifest comes from, and in who has the state; after that,
 both run the same node as simulations do.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from farflock.node.assembly.held_out_rows import HeldOutRows
+from farflock.node.assembly.text import absent_data, require_vocabulary
 from farflock.node.data.coming_shards import FetchedShards
 from farflock.node.data.folder import PreparedFolder
 from farflock.node.data.local_shards import LocalShards, table_of
@@ -15,7 +16,7 @@ from farflock.node.data.samples import Text
 from farflock.node.data.shard_cache import ShardCache
 from farflock.node.data.shard_table import ShardTable
 from farflock.node.data.web_folder import WebFolder
-from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.errors import Failure
 from farflock.node.process.data_copies import Copies
 from farflock.node.process.data_index import fetch_table
 from farflock.node.process.data_supply import DataSupply, HeldOutSupply
@@ -183,11 +184,7 @@ def opened_cache(folder: Path, max_bytes: int, fetches: bool) -> ShardCache:
 
 
 async def _missing(root: str, cache: ShardCache) -> ShardTable:
-    raise RefusedByRun(
-        "the run trains on prepared data that are not on this machine",
-        f"no folder here has the root {root[:16]}…",
-        "copy that folder from the run's founder, and name it with --data",
-    )
+    raise absent_data(root)
 
 
 async def _gathered(
@@ -206,12 +203,7 @@ async def _gathered(
     for root in data.weights:
         folder = folders.get(root)
         table = table_of(folder) if folder is not None else await absent(root, cache)
-        if table.index.vocabulary != data.tokens:
-            raise RefusedByRun(
-                "the run's data are not what its manifest says",
-                f"they have {table.index.vocabulary} tokens instead of {data.tokens}",
-                "tell the run's founder",
-            )
+        require_vocabulary(data, table.index)
         found.append(LocalShards(table, cache, folder, files))
     weights = tuple(data.weights.values())
     return RunData(found, weights, data.copies or 0, files, data.urls or ())

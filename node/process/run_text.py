@@ -1,4 +1,4 @@
-"""What a node must have before its peer runs: room, the run's text, and trained weights.
+"""The inputs of a node before its peer runs: room, the run's text, and trained weights.
 
 A joiner fetches what it lacks of the text and its tokenizer, which every node lends to others.
 """
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NodeInputs:
-    """What a node is assembled from: a machine with room for the known run, the run's text with its
-    prepared data, and the weights that a founder's model begins with."""
+    """The inputs of a node's assembling: a machine with room for the known run, the run's text with
+    its prepared data, and the weights that a founder's model begins with."""
 
     machine: MachineOptions
     known: KnownRun

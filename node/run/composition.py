@@ -128,10 +128,10 @@ def require_untied(config: ModelConfig, stages: int) -> None:
         raise Uncomposable("tied model", why, "set model.tied to false")
 
 
-def require_composable(parts: Composition) -> None:
+def require_composable(setup: Composition) -> None:
     """Raise `Uncomposable` with the first rule that these parts break."""
     for name, rule in RULES.items():
-        breach = rule(parts)
+        breach = rule(setup)
         if breach is not None:
             raise Uncomposable(name, *breach)
 
@@ -139,17 +139,17 @@ def require_composable(parts: Composition) -> None:
 # what a stage computes
 
 
-def _one_batch(parts: Composition) -> Breach | None:
+def _one_batch(setup: Composition) -> Breach | None:
     """A stage steps after as many microbatches as its group takes in; no other accumulation
     exists."""
-    more = parts.plan.accumulate
+    more = setup.plan.accumulate
     if more == 1:
         return None
     why = f"train.accumulate is {more}, and a stage's step takes pipeline.batch microbatches"
     return why, f"set accumulate to 1; for larger steps, make pipeline.batch {more} times as large"
 
 
-def _one_precision(parts: Composition) -> Breach | None:
+def _one_precision(setup: Composition) -> Breach | None:
     """A recomputed pass must equal the first one, so stages compute in the precision of their
     weights."""
     return (
@@ -157,7 +157,7 @@ def _one_precision(parts: Composition) -> Breach | None:
             "train.autocast is on, and stages compute in the precision of their weights",
             "set it to false",
         )
-        if parts.plan.autocast
+        if setup.plan.autocast
         else None
     )
 
@@ -165,22 +165,22 @@ def _one_precision(parts: Composition) -> Breach | None:
 # codecs
 
 
-def _pinned_routes(parts: Composition) -> Breach | None:
+def _pinned_routes(setup: Composition) -> Breach | None:
     """A codec that remembers an edge's samples needs a lane that keeps its servers."""
-    codec = parts.pipeline.codec
-    if scope_of(codec) != "edge_sample" or parts.policy.pinned:
+    codec = setup.pipeline.codec
+    if scope_of(codec) != "edge_sample" or setup.policy.pinned:
         return None
     why = (
-        f"codec {codec} remembers what passed an edge, and policy {parts.pipeline.policy} takes"
+        f"codec {codec} remembers what passed an edge, and policy {setup.pipeline.policy} takes"
         " another edge each time"
     )
     return why, f"choose a codec without memory, such as {_without_memory(codec)}"
 
 
-def _recurring_samples(parts: Composition) -> Breach | None:
+def _recurring_samples(setup: Composition) -> Breach | None:
     """A codec that sends changes since a sample's last visit needs samples that recur: it sends
     a first visit whole, at 16 bits a value."""
-    plan, codec, tokens = parts.plan, parts.pipeline.codec, parts.plan.schedule.total_tokens
+    plan, codec, tokens = setup.plan, setup.pipeline.codec, setup.plan.schedule.total_tokens
     choice = f"choose {_without_memory(codec)}"
     if scope_of(codec) != "edge_sample":
         return None
@@ -203,9 +203,9 @@ def _recurring_samples(parts: Composition) -> Breach | None:
     return None
 
 
-def _room_for_samples(parts: Composition) -> Breach | None:
+def _room_for_samples(setup: Composition) -> Breach | None:
     """A sample memory must hold a microbatch until it recurs; other codecs have no memory."""
-    plan, pipeline = parts.plan, parts.pipeline
+    plan, pipeline = setup.plan, setup.pipeline
     if scope_of(pipeline.codec) != "edge_sample":
         if pipeline.cache_bytes is None:
             return None
@@ -221,14 +221,14 @@ def _room_for_samples(parts: Composition) -> Breach | None:
     return why, f"set pipeline.cache_bytes to {plan.samples * each:,} per trainer of a server"
 
 
-def _shared_basis(parts: Composition) -> Breach | None:
+def _shared_basis(setup: Composition) -> Breach | None:
     """Both ends of an edge with a subspace codec hold the basis that every peer computes from
     the run's seed."""
-    terms, width = subspace_terms(parts.pipeline.codec), parts.plan.model.dim
+    terms, width = subspace_terms(setup.pipeline.codec), setup.plan.model.dim
     if terms is None or terms.rank <= (largest := largest_rank(width)):
         return None
     why = (
-        f"codec {parts.pipeline.codec} has rank {terms.rank}, and a basis for a width of {width}"
+        f"codec {setup.pipeline.codec} has rank {terms.rank}, and a basis for a width of {width}"
         f" has at most {largest}"
     )
     return why, f"choose subspace:{largest} or less, or int8" if largest else "choose int8"
@@ -251,24 +251,24 @@ def _without_memory(codec: str) -> str:
     return "int4" if codec.startswith("aqsgd4") else "int8"
 
 
-def _payloads(parts: Composition) -> Breach | None:
+def _payloads(setup: Composition) -> Breach | None:
     """Each payload of a pass must fit a call, and all payloads of a call must fit the room that a
     peer has for calls."""
-    batch = parts.plan.batch
-    if (why := oversize(parts.plan, parts.pipeline, batch)) is None:
+    batch = setup.plan.batch
+    if (why := oversize(setup.plan, setup.pipeline, batch)) is None:
         return None
     fits, over = 0, batch
     while over - fits > 1:
         between = (fits + over) // 2
-        too_large = oversize(parts.plan, parts.pipeline, between)
+        too_large = oversize(setup.plan, setup.pipeline, between)
         fits, over = (fits, between) if too_large else (between, over)
     return why, f"set train.batch to {fits} or less" if fits else "shorten train.seq"
 
 
-def _free_replicas(parts: Composition) -> Breach | None:
+def _free_replicas(setup: Composition) -> Breach | None:
     """Full replicas may leave the subspace only if all members share an average that is no
     member's own weights, and if pipelines derive their weights from that average alone."""
-    pipeline, method = parts.pipeline, parts.plan.method
+    pipeline, method = setup.pipeline, setup.plan.method
     if pipeline.constrain == "all":
         why = (
             f"table_every is {pipeline.table_every}, and the frozen embedding never changes if all"
@@ -305,69 +305,69 @@ def _free_replicas(parts: Composition) -> Breach | None:
 # paths
 
 
-def _first_stage(parts: Composition) -> Breach | None:
+def _first_stage(setup: Composition) -> Breach | None:
     """Paths begin at stage 0: every other stage needs the activations of the stage before it."""
-    for order in parts.orders:
+    for order in setup.orders:
         if order[:1] != (0,):
             return (
-                f"policy {parts.pipeline.policy} takes stages {list(order)}",
+                f"policy {setup.pipeline.policy} takes stages {list(order)}",
                 "begin with stage 0, which embeds",
             )
     return None
 
 
-def _last_stage(parts: Composition) -> Breach | None:
+def _last_stage(setup: Composition) -> Breach | None:
     """Paths end at the last stage, where the loss is computed."""
-    for order in parts.orders:
-        if order[-1] != parts.count - 1:
-            remedy = f"end with stage {parts.count - 1}, which has the head"
-            return f"policy {parts.pipeline.policy} takes stages {list(order)}", remedy
+    for order in setup.orders:
+        if order[-1] != setup.count - 1:
+            remedy = f"end with stage {setup.count - 1}, which has the head"
+            return f"policy {setup.pipeline.policy} takes stages {list(order)}", remedy
     return None
 
 
-def _every_stage(parts: Composition) -> Breach | None:
+def _every_stage(setup: Composition) -> Breach | None:
     """Each stage counts on its own, but rounds must keep step: a stage visited by too few
     microbatches fills its batches more slowly, until its rounds are too far back for any forward
     pass."""
-    for order in parts.orders:
+    for order in setup.orders:
         if len(order) != len(set(order)):
             return (
-                f"policy {parts.pipeline.policy} takes stages {list(order)}",
+                f"policy {setup.pipeline.policy} takes stages {list(order)}",
                 "visit each stage once",
             )
-    for stage in range(parts.count):
-        visits, share = parts.visits(stage), parts.policy.share(stage)
-        if not share or abs(visits - share * parts.looked_at) > 1:
+    for stage in range(setup.count):
+        visits, share = setup.visits(stage), setup.policy.share(stage)
+        if not share or abs(visits - share * setup.looked_at) > 1:
             why = (
-                f"policy {parts.pipeline.policy} visits stage {stage} {visits} times in"
-                f" {parts.looked_at} microbatches, and its share is {share}: the stage's rounds"
+                f"policy {setup.pipeline.policy} visits stage {stage} {visits} times in"
+                f" {setup.looked_at} microbatches, and its share is {share}: the stage's rounds"
                 " would fall behind"
             )
             return why, "visit each stage as often as the policy's share says"
     return None
 
 
-def _whole_batches(parts: Composition) -> Breach | None:
+def _whole_batches(setup: Composition) -> Breach | None:
     """A stage's batch is its share of the run's batch, and must be a whole number of
     microbatches."""
-    for stage in range(parts.count):
-        share = parts.policy.share(stage)
-        if (parts.batch * share).denominator != 1:
-            why = f"stage {stage} sees {share} of the microbatches, and a batch has {parts.batch}"
-            more = -(-parts.batch // share.denominator) * share.denominator
+    for stage in range(setup.count):
+        share = setup.policy.share(stage)
+        if (setup.batch * share).denominator != 1:
+            why = f"stage {stage} sees {share} of the microbatches, and a batch has {setup.batch}"
+            more = -(-setup.batch // share.denominator) * share.denominator
             return why, f"set pipeline.batch to {more}, or another multiple of {share.denominator}"
     return None
 
 
-def _equal_swaps(parts: Composition) -> Breach | None:
+def _equal_swaps(setup: Composition) -> Breach | None:
     """Stages that swap places must have the same inputs, outputs and sizes."""
-    spans = parts.pipeline.stages
-    kinds = [(stage == 0, stage == parts.count - 1, len(span)) for stage, span in enumerate(spans)]
-    for order in parts.orders:
+    spans = setup.pipeline.stages
+    kinds = [(stage == 0, stage == setup.count - 1, len(span)) for stage, span in enumerate(spans)]
+    for order in setup.orders:
         for here, there in zip(sorted(order), order, strict=True):
             if kinds[here] != kinds[there]:
                 why = (
-                    f"policy {parts.pipeline.policy} puts stage {there} ({len(spans[there])}"
+                    f"policy {setup.pipeline.policy} puts stage {there} ({len(spans[there])}"
                     f" layers) in the place of stage {here} ({len(spans[here])} layers)"
                 )
                 return why, "swap inner stages with the same number of layers, or none"
@@ -377,11 +377,11 @@ def _equal_swaps(parts: Composition) -> Breach | None:
 # recovery
 
 
-def _end_copies(parts: Composition) -> Breach | None:
+def _end_copies(setup: Composition) -> Breach | None:
     """A lost first or last stage takes its layers from the stage next to it; copies restore only
     the other tensors."""
-    sizes = parts.pipeline.layers
-    if not parts.pipeline.end_copies or (
+    sizes = setup.pipeline.layers
+    if not setup.pipeline.end_copies or (
         len(sizes) > 1 and sizes[0] == sizes[1] and sizes[-1] == sizes[-2]
     ):
         return None
@@ -398,14 +398,14 @@ def _end_copies(parts: Composition) -> Breach | None:
 # methods
 
 
-def _one_group(parts: Composition) -> Breach | None:
+def _one_group(setup: Composition) -> Breach | None:
     """A microbatch counts once a round of its stage's whole group names it."""
-    streams = parts.streams
+    streams = setup.streams
     if not streams:
-        why = f"method {parts.plan.method} exchanges nothing, so no round names a microbatch"
+        why = f"method {setup.plan.method} exchanges nothing, so no round names a microbatch"
     elif any(exchange.group != All() for exchange in streams):
         why = (
-            f"method {parts.plan.method} syncs parts of a group separately, and all servers of a"
+            f"method {setup.plan.method} syncs parts of a group separately, and all servers of a"
             " stage must agree on which microbatches count"
         )
     else:
@@ -413,22 +413,22 @@ def _one_group(parts: Composition) -> Breach | None:
     return why, "choose ddp, or another method whose rounds include all members, such as diloco"
 
 
-def _rounds_by_steps(parts: Composition) -> Breach | None:
+def _rounds_by_steps(setup: Composition) -> Breach | None:
     """A trainer keeps every microbatch that no round has named, so rounds must end after a
     number of microbatches, not after a time."""
-    round_s = getattr(parts.method, "round_s", None)
+    round_s = getattr(setup.method, "round_s", None)
     if round_s is None:
         return None
     return (
-        f"method {parts.plan.method} ends its rounds every {round_s:g} s",
+        f"method {setup.plan.method} ends its rounds every {round_s:g} s",
         "set a period instead of round_s",
     )
 
 
-def _rounds_in_step(parts: Composition) -> Breach | None:
+def _rounds_in_step(setup: Composition) -> Breach | None:
     """Every stage accepts forward passes within a few rounds of the one in which their microbatch
     set out, so each round must stand for the same number of microbatches, and name them."""
-    streams = parts.streams
+    streams = setup.streams
     if streams[0].stride != 1:
         why, remedy = (
             f"has {streams[0].stride} streams that take turns, and only one names microbatches",
@@ -441,7 +441,7 @@ def _rounds_in_step(parts: Composition) -> Breach | None:
     else:
         return None
     return (
-        f"method {parts.plan.method} {why}, so the stages' rounds would drift apart",
+        f"method {setup.plan.method} {why}, so the stages' rounds would drift apart",
         f"choose {remedy}ddp or diloco",
     )
 
@@ -449,17 +449,17 @@ def _rounds_in_step(parts: Composition) -> Breach | None:
 # microbatches in flight
 
 
-def _kept(parts: Composition) -> Breach | None:
+def _kept(setup: Composition) -> Breach | None:
     """A lone trainer must be able to fill a round while the previous one is being agreed upon."""
-    trainer, steps = parts.pipeline.trainer, steps_of(parts.method)
-    needed = min_kept(parts.batch, steps, trainer.window)
+    trainer, steps = setup.pipeline.trainer, steps_of(setup.method)
+    needed = min_kept(setup.batch, steps, trainer.window)
     if needed > MAX_KEYS:
-        why = f"a round of {steps} steps of {parts.batch} microbatches needs a trainer to keep"
+        why = f"a round of {steps} steps of {setup.batch} microbatches needs a trainer to keep"
         remedy = "lower pipeline.batch, or the method's period"
         return f"{why} {needed}, and it can keep {MAX_KEYS}", remedy
     if trainer.kept >= needed:
         return None
-    why = f"a round takes {steps} steps of {parts.batch} microbatches, and a trainer keeps only"
+    why = f"a round takes {steps} steps of {setup.batch} microbatches, and a trainer keeps only"
     return (
         f"{why} {trainer.kept}, {trainer.window} of them in flight",
         f"set pipeline.kept to {needed} or more",
@@ -483,20 +483,20 @@ def steps_of(options: Method | Mapping[str, Any]) -> int:
 # asynchronous passes
 
 
-def _versions_in_use(parts: Composition) -> Breach | None:
+def _versions_in_use(setup: Composition) -> Breach | None:
     """A server keeps no more versions than passes may use."""
-    terms, staleness = parts.pipeline.asynchronous, parts.pipeline.server.staleness
+    terms, staleness = setup.pipeline.asynchronous, setup.pipeline.server.staleness
     if terms is None or terms.versions <= staleness + 1:
         return None
     why = f"{terms.versions} versions are kept, and gradients may be {staleness} rounds late"
     return why, f"set pipeline.staleness to {terms.versions - 1}, or versions to {staleness + 1}"
 
 
-def _shared_versions(parts: Composition) -> Breach | None:
+def _shared_versions(setup: Composition) -> Breach | None:
     """Servers of a stage hold the same versions, so that any of them can replace another."""
-    if parts.pipeline.asynchronous is None or parts.method.equality == "exact":
+    if setup.pipeline.asynchronous is None or setup.method.equality == "exact":
         return None
-    why = f"with method {parts.plan.method} each member of a stage has its own weights"
+    why = f"with method {setup.plan.method} each member of a stage has its own weights"
     return (
         why,
         "choose a method that keeps all members equal, such as ddp or diloco, or leave"
@@ -504,21 +504,21 @@ def _shared_versions(parts: Composition) -> Breach | None:
     )
 
 
-def _predicted_steps(parts: Composition) -> Breach | None:
+def _predicted_steps(setup: Composition) -> Breach | None:
     """Predictions extrapolate the last step, which all members must have in common."""
-    terms = parts.pipeline.asynchronous
-    if terms is None or not terms.predicts or parts.plan.method in SUMMING:
+    terms = setup.pipeline.asynchronous
+    if terms is None or not terms.predicts or setup.plan.method in SUMMING:
         return None
     why = f"correction {terms.correction} extrapolates the last step that all members took"
     return (
-        f"{why}, and with method {parts.plan.method} each takes its own",
+        f"{why}, and with method {setup.plan.method} each takes its own",
         "choose method ddp, or another correction",
     )
 
 
-def _corrected_momentum(parts: Composition) -> Breach | None:
+def _corrected_momentum(setup: Composition) -> Breach | None:
     """Corrections are computed from the inner optimizer's momentum."""
-    inner, terms = parts.plan.inner, parts.pipeline.asynchronous
+    inner, terms = setup.plan.inner, setup.pipeline.asynchronous
     correction = "none" if terms is None else terms.correction
     plain = inner.name == "sgd" and not inner.momentum
     called = inner.name + (

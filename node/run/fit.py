@@ -156,7 +156,7 @@ def moments_of(inner: InnerOptimizer) -> Sequence[frozenset[str] | None]:
             inner.name
         ]
     if isinstance(inner, Muon):
-        return [_kept(inner.part_of(group["params"][0])) for group in inner.param_groups]
+        return [_kept(inner.optimizer_of(group["params"][0])) for group in inner.param_groups]
     return [_kept(inner)]
 
 

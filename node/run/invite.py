@@ -63,11 +63,11 @@ def mint(invite: Invite) -> str:
     peers = [member.peer for member in invite.members]
     place = peers.index(invite.founder) if invite.founder in peers else _ELSEWHERE
     shape = len(peers) + 4 * place
-    parts = [_HEAD.pack(VERSION, shape, bytes.fromhex(invite.run), invite.expires)]
+    fields = [_HEAD.pack(VERSION, shape, bytes.fromhex(invite.run), invite.expires)]
     if place == _ELSEWHERE:
-        parts.append(public_key(invite.founder))
-    parts += [member.pack() for member in invite.members]
-    body = b"".join((*parts, invite.name.encode()))
+        fields.append(public_key(invite.founder))
+    fields += [member.pack() for member in invite.members]
+    body = b"".join((*fields, invite.name.encode()))
     return PREFIX + base64.urlsafe_b64encode(body + _checksum(body)).decode().rstrip("=")
 
 

@@ -341,7 +341,7 @@ def _require_known(table: Mapping[str, Any], kind: type[msgspec.Struct], path: s
 def _section_of(kind: Any) -> Any:  # noqa: ANN401 - types have no common type
     """Return the type inside an optional type."""
     return (
-        next(part for part in get_args(kind) if part is not NoneType)
+        next(member for member in get_args(kind) if member is not NoneType)
         if isinstance(kind, UnionType)
         else kind
     )

@@ -24,14 +24,14 @@ def longest(peer: Peer) -> tuple[int, str]:
         thing, way = waiting.pop()
         if isinstance(thing, dict | list | set | collections.deque):
             best = max(best, (len(thing), way))
-        for name, part in _parts(thing):
-            if type(part) not in _ATOMS and id(part) not in seen:
-                seen.add(id(part))
-                waiting.append((part, f"{way}.{name}"))
+        for name, child in _children(thing):
+            if type(child) not in _ATOMS and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append((child, f"{way}.{name}"))
     return best
 
 
-def _parts(thing: object) -> Iterable[tuple[str, object]]:
+def _children(thing: object) -> Iterable[tuple[str, object]]:
     """Return a container's items, or the attributes of one of Farflock's objects, without what
     peers share."""
     if isinstance(thing, Mapping):

@@ -76,10 +76,10 @@ class SegmentStore:
         leg = self._folder / f"leg-{story.legs}"
         shutil.rmtree(leg, ignore_errors=True)  # remains of a leg cut short
         for number, node in nodes.items():
-            parts, cursors = checkpoint_state(node)
+            groups, cursors = checkpoint_state(node)
             samples = node.training_task.batches.cursor(node.step * self._accumulate).hex()
             meta: dict[str, object] = {"node": cursors, SAMPLES: samples}
-            checkpoint.save(leg / f"peer-{number}", node.step, parts, meta)
+            checkpoint.save(leg / f"peer-{number}", node.step, groups, meta)
         page = _Page(self._terms, sorted(nodes), story)
         write_whole(leg / "story.json", msgspec.json.encode(page, order="sorted"))
         return self._load(leg, page.peers)

@@ -259,7 +259,7 @@ def simulate(
 
     leg_tokens = world.leg_tokens or world.total_tokens
     states = {
-        identity_of(plan, index).peer: checkpoint.parts["method"]
+        identity_of(plan, index).peer: checkpoint.groups["method"]
         for index, checkpoint in saved.items()
     }
     while story.legs * leg_tokens < world.total_tokens:

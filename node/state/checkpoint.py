@@ -1,6 +1,6 @@
 """Crash-safe checkpoints: whatever interrupts a write, the folder only ever holds complete ones.
 
-A checkpoint is a folder `step-N` with one safetensors file per part (inner, outer, …), other small
+A checkpoint is a folder `step-N` with one safetensors file per group (inner, outer, …), other small
 files (config.json), and `manifest.json` with the SHA-256 of each. It is written under a hidden
 temporary name, every file and folder is fsync'd, and one rename makes it appear. Reading verifies
 every hash and that every value is finite.
@@ -74,11 +74,11 @@ class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A verified checkpoint: `parts` are groups of tensors, `files` the bytes of other files."""
+    """A verified checkpoint: `groups` of tensors by name, `files` the bytes of other files."""
 
     folder: Path
     step: int
-    parts: dict[str, dict[str, Tensor]]
+    groups: dict[str, dict[str, Tensor]]
     meta: dict[str, Any]
     files: dict[str, bytes]
 
@@ -86,7 +86,7 @@ class Checkpoint:
 def save(
     folder: Path,
     step: int,
-    parts: TensorGroups,
+    groups: TensorGroups,
     meta: Mapping[str, Any],
     files: Mapping[str, bytes] | None = None,
     passed: Passed = lambda count: None,
@@ -94,11 +94,11 @@ def save(
     """Write `folder/step-N` and return its path; on failure leave nothing and raise
     `CheckpointError`.
 
-    A readable checkpoint of that step is never overwritten; a corrupt one is renamed. The parts are
-    written in their order, piece by piece, and read again for their hashes; `passed` is told of
-    both. `meta` holds plain JSON values (NaN would become null).
+    A readable checkpoint of that step is never overwritten; a corrupt one is renamed. The groups
+    are written in their order, piece by piece, and read again for their hashes; `passed` is told
+    of both. `meta` holds plain JSON values (NaN would become null).
     """
-    cuts = {name: part if isinstance(part, Cut) else Cut(part) for name, part in parts.items()}
+    cuts = {name: group if isinstance(group, Cut) else Cut(group) for name, group in groups.items()}
     target = folder / f"step-{step}"
     partial = folder / f".step-{step}.partial"
     _require_names(step, cuts, files or {})
@@ -121,16 +121,16 @@ def load(folder: Path) -> Checkpoint:
     """Read and verify a checkpoint; raise `CheckpointCorrupt`, or `CheckpointError` if it is
     unreadable."""
     manifest = _verified(folder)
-    parts, contents = {}, {}
+    groups, contents = {}, {}
     try:
         for name in manifest.files:
             if name.endswith(_SUFFIX):
-                parts[name.removesuffix(_SUFFIX)] = _tensors(folder / name)
+                groups[name.removesuffix(_SUFFIX)] = _tensors(folder / name)
             else:
                 contents[name] = (folder / name).read_bytes()
     except OSError as error:
         raise _unreadable(folder, error) from error
-    return Checkpoint(folder, manifest.step, parts, manifest.meta, contents)
+    return Checkpoint(folder, manifest.step, groups, manifest.meta, contents)
 
 
 def latest(folder: Path) -> Checkpoint | None:
@@ -183,10 +183,10 @@ def steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
-def _require_names(step: int, parts: Mapping[str, Cut], files: Mapping[str, bytes]) -> None:
+def _require_names(step: int, groups: Mapping[str, Cut], files: Mapping[str, bytes]) -> None:
     if step < 0:
         raise ValueError(f"a checkpoint's step is 0 or more, got {step}")
-    for name in [*(f"{part}{_SUFFIX}" for part in parts), *files]:
+    for name in [*(f"{group}{_SUFFIX}" for group in groups), *files]:
         is_reserved = name == MANIFEST_NAME or (name in files and name.endswith(_SUFFIX))
         if is_reserved or not _NAME.fullmatch(name):
             raise ValueError(
@@ -221,14 +221,14 @@ def _is_whole(folder: Path) -> bool:
 def _write_all(
     partial: Path,
     step: int,
-    parts: Mapping[str, Cut],
+    groups: Mapping[str, Cut],
     meta: Mapping[str, Any],
     files: Mapping[str, bytes],
     passed: Passed,
 ) -> None:
-    names = [*(f"{part}{_SUFFIX}" for part in parts), *files]
-    for part, cut in parts.items():
-        _write(partial / f"{part}{_SUFFIX}", _finite_pieces(part, cut), passed)
+    names = [*(f"{group}{_SUFFIX}" for group in groups), *files]
+    for group, cut in groups.items():
+        _write(partial / f"{group}{_SUFFIX}", _finite_pieces(group, cut), passed)
     for name, content in files.items():
         _write(partial / name, [content], passed)
     # after all cuts are read: until then, a step that changes them has to copy them
@@ -240,13 +240,13 @@ def _write_all(
     sync_folder(partial)
 
 
-def _finite_pieces(part: str, cut: Cut) -> Iterator[bytes | memoryview]:
+def _finite_pieces(group: str, cut: Cut) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a cut's file; raise `CheckpointError` for values that are not finite."""
     yield cut.head
     for name, piece in cut.read():
         if not _finite(piece):
             raise CheckpointError(
-                f"{part}/{name} holds NaN or infinite values, so this state is not saved; "
+                f"{group}/{name} holds NaN or infinite values, so this state is not saved; "
                 "resume from the last checkpoint with a lower learning rate"
             )
         yield raw(piece)
@@ -264,9 +264,9 @@ def _write(path: Path, content: Iterable[bytes | memoryview], passed: Passed) ->
         for piece in content:
             rest = memoryview(piece)
             while rest:
-                part, rest = rest[: _STAGE_BYTES - filled], rest[_STAGE_BYTES - filled :]
-                stage[filled : filled + len(part)] = part
-                filled += len(part)
+                head, rest = rest[: _STAGE_BYTES - filled], rest[_STAGE_BYTES - filled :]
+                stage[filled : filled + len(head)] = head
+                filled += len(head)
                 if filled == _STAGE_BYTES:
                     _put(descriptor, stage)
                     filled, written = 0, written + _STAGE_BYTES

@@ -161,7 +161,7 @@ def _shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
 
 def _weights(checkpoint: Checkpoint) -> Tensors:
     try:
-        return checkpoint.parts["model"]
+        return checkpoint.groups["model"]
     except KeyError:
         raise CheckpointCorrupt(
             f"{checkpoint.folder} holds no model; use a checkpoint that `farflock` wrote"

@@ -461,10 +461,10 @@ def _taken_ranges(layout: ShardLayout, taken: Sequence[bool]) -> dict[str, Range
     """Return the flat ranges of each tensor that were taken, with neighbours merged."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for shard, was_taken in zip(layout.shards, taken, strict=True):
-        for part in shard if was_taken else ():
-            mine = ranges.setdefault(part.tensor, [])
-            if mine and mine[-1][1] == part.start:
-                mine[-1] = (mine[-1][0], part.stop)
+        for segment in shard if was_taken else ():
+            mine = ranges.setdefault(segment.tensor, [])
+            if mine and mine[-1][1] == segment.start:
+                mine[-1] = (mine[-1][0], segment.stop)
             else:
-                mine.append((part.start, part.stop))
+                mine.append((segment.start, segment.stop))
     return dict(ranges)

@@ -185,7 +185,7 @@ def _size(template: Exchange, layout: ShardLayout, name: str, steps: float) -> S
     paired = isinstance(template.group, RandomGroups)
     kind: Literal["mean", "gather", "pair"] = "pair" if paired else template.kind
     back = codec(template.return_codec) if kind == "mean" else None
-    values = sum(part.count for shard in layout.shards for part in shard)
+    values = sum(segment.count for shard in layout.shards for segment in shard)
     return StreamSize(
         name,
         kind,

@@ -58,8 +58,8 @@ class SharedTask:
         """Do this rank's part of a step; return the mean loss over the whole batch."""
         ranks, size = self.replica.ranks, self.batches.batch_size
         losses: list[torch.Tensor] = []
-        for part in range(self.accumulate):
-            batch = self.batches.batch(step * self.accumulate + part)
+        for number in range(self.accumulate):
+            batch = self.batches.batch(step * self.accumulate + number)
             for rows, share in shares_of(size, self.micro_batch or size, ranks.rank, ranks.count):
                 x, y = (self.device.bring(tokens[rows]) for tokens in batch)
                 loss = self.module(x, y) * share / self.accumulate

@@ -17,8 +17,8 @@ from farflock.node.model.compiled import CompiledLayers
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device, is_out_of_memory
 from farflock.node.model.replica import PlainReplica
-from farflock.node.train.batch_parts import BatchParts, drop_gradients, set_aside
 from farflock.node.train.loss_scale import LossScale, unscale
+from farflock.node.train.micro_batches import MicroBatches, drop_gradients, set_aside
 from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.schedule import Schedule
 
@@ -93,11 +93,11 @@ class LanguageModelTask:
     compiled: CompiledLayers | None = None
     trial: bool = False  # to find out what fits: a failure is no news
     joined_at: int = 0  # step at which this peer joined, with empty moments
-    parts: BatchParts = field(init=False)
+    micro_batches: MicroBatches = field(init=False)
     loss_scale: LossScale = field(default_factory=LossScale, init=False)
 
     def __post_init__(self) -> None:
-        self.parts = BatchParts(self.batches.batch_size, self.micro_batch)
+        self.micro_batches = MicroBatches(self.batches.batch_size, self.micro_batch)
 
     @property
     def tokens_per_step(self) -> int:
@@ -142,10 +142,10 @@ class LanguageModelTask:
     def _passes(self, step: int, scale: float) -> list[torch.Tensor]:
         """Run the step's passes; return each one's share of the loss."""
         losses: list[torch.Tensor] = []
-        for part in range(self.accumulate):
-            batch = self.batches.batch(step * self.accumulate + part)
+        for number in range(self.accumulate):
+            batch = self.batches.batch(step * self.accumulate + number)
             x, y = map(self.device.bring, batch)
-            for rows in self.parts:
+            for rows in self.micro_batches:
                 share = self.accumulate * len(x) / len(x[rows])
                 loss_of = partial(self._loss, x[rows], y[rows], share)
                 if self.compiled is not None:
@@ -172,8 +172,8 @@ class LanguageModelTask:
 
     def _compute_less(self, step: int, reason: str) -> None:
         """Halve what is computed at once, and say so."""
-        before = self.parts.at_once
-        if not self.parts.halve():
+        before = self.micro_batches.at_once
+        if not self.micro_batches.halve():
             raise NoRoom(
                 f"{self.device.name} has no room for a step with one sequence at a time",
                 reason,
@@ -185,7 +185,7 @@ class LanguageModelTask:
             self.device.name,
             before,
             step,
-            self.parts.at_once,
+            self.micro_batches.at_once,
         )
         drop_gradients(self.module.parameters())
         self.device.release()

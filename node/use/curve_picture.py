@@ -24,7 +24,7 @@ def curve_picture(points: Sequence[EvaluatedPoint]) -> bytes:
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
@@ -44,7 +44,7 @@ def curve_picture(points: Sequence[EvaluatedPoint]) -> bytes:
         _text(LEFT, TOP - 8, "held-out loss, nats a token", "start"),
         "</svg>",
     ]
-    return "\n".join(parts).encode() + b"\n"
+    return "\n".join(elements).encode() + b"\n"
 
 
 def _scale(low: float, high: float, first: float, last: float) -> Callable[[float], float]:

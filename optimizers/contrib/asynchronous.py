@@ -51,7 +51,7 @@ from farflock.optimizers.parts.state import (
     unnamed,
     zeros,
 )
-from farflock.optimizers.parts.state_fields import Kind, Whose, own, part, shared
+from farflock.optimizers.parts.state_fields import Kind, Whose, nested, own, shared
 from farflock.optimizers.parts.stateful import Mode, OuterMethod
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
@@ -131,11 +131,11 @@ class Async(OuterMethod):
         rest=6,
         disasters=(Disaster({"period": 6, "enough": 2, "codec": "int8"}, 8),),
     )
-    _book: RoundBook = part(RoundBook)  # `since` the last pull
+    _book: RoundBook = nested(RoundBook)  # `since` the last pull
     _version: int = shared(0)  # rounds that moved phi
     _arrived: int = shared(0)  # since the buffer was emptied
     _size: int = shared(1)  # of the buffer being filled
-    _state: OuterState = part(OuterState)
+    _state: OuterState = nested(OuterState)
     _buffer: dict[str, Tensor] = shared(dict)
     _speeds: Speeds = shared(dict, kind=SPEEDS)
     _pulled: int = own(0)  # the version of `_base`

@@ -27,7 +27,7 @@ from farflock.optimizers.contrib.late import Delay, LateMethod
 from farflock.optimizers.method import Result, Tensors
 from farflock.optimizers.parts.outer import scaled
 from farflock.optimizers.parts.outer_state import OuterState
-from farflock.optimizers.parts.state_fields import own, part, shared
+from farflock.optimizers.parts.state_fields import nested, own, shared
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 # The largest movement counted of a value, in units of 2**-24: sums of 2**34 values fit an int64.
@@ -59,7 +59,7 @@ class CO2(LateMethod):
         disasters=(Disaster({"period": 3, "codec": "fp32", "return_codec": "fp32"}, 11),)
     )
     stream: ClassVar[str] = "average"
-    _state: OuterState = part(OuterState)
+    _state: OuterState = nested(OuterState)
     _start: dict[str, Tensor] = own(dict)
     _work: dict[str, Tensor] = own(dict)
     _moved: int = shared(0)  # how far the last outer step moved phi

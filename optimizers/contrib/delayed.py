@@ -26,7 +26,7 @@ from farflock.optimizers.contrib.late import Delay, LateMethod
 from farflock.optimizers.method import Result, Tensors
 from farflock.optimizers.parts.outer import Outer, OuterNesterov, scaled
 from farflock.optimizers.parts.outer_state import OuterState
-from farflock.optimizers.parts.state_fields import own, part, shared
+from farflock.optimizers.parts.state_fields import nested, own, shared
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 Lead = Literal["naive", "keep_pending", "eager"]
@@ -55,7 +55,7 @@ class Delayed(LateMethod):
         disasters=(Disaster({"period": 3, "codec": "fp32", "return_codec": "fp32"}, 12),)
     )
     stream: ClassVar[str] = "delta"
-    _state: OuterState = part(OuterState)
+    _state: OuterState = nested(OuterState)
     _start: dict[str, Tensor] = own(dict)
     _work: dict[str, Tensor] = own(dict)
     _members: int = shared(1)  # participants of the last round

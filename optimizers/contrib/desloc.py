@@ -39,7 +39,7 @@ from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_unbiased
 from farflock.optimizers.parts.outer import Outer, OuterSGD
 from farflock.optimizers.parts.state import WrongState, named, zeros
-from farflock.optimizers.parts.state_fields import SOME_TENSORS, Whose, own, part, shared
+from farflock.optimizers.parts.state_fields import SOME_TENSORS, Whose, nested, own, shared
 from farflock.optimizers.parts.stateful import Mode, StatefulMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
@@ -90,8 +90,8 @@ class DesLoc(StatefulMethod):
         rest=12,
         disasters=(Disaster({"period": 2, "exp_avg_period": 4, "exp_avg_sq_period": 6}, 5),),
     )
-    _x: DiLoCo = part()
-    _moments: list[AveragedMoment] = part()  # those that are averaged
+    _x: DiLoCo = nested()
+    _moments: list[AveragedMoment] = nested()  # those that are averaged
     _steps: int = shared(0)  # step count of the mean of exp_avg_sq; 0 before the first
 
     def __post_init__(self) -> None:

@@ -56,7 +56,7 @@ from farflock.optimizers.parts.state import (
     unnamed,
     zeros,
 )
-from farflock.optimizers.parts.state_fields import Kind, own, part, saved, shared
+from farflock.optimizers.parts.state_fields import Kind, nested, own, saved, shared
 from farflock.optimizers.parts.stateful import OuterMethod
 from farflock.optimizers.parts.sync_schedule import SyncSchedule
 from farflock.optimizers.trial_options import Disaster, TrialOptions
@@ -195,7 +195,7 @@ class EDiT(OuterMethod):
             Disaster({"round_s": 2.0, "warmup": 2, "codec": "fp32", "return_codec": "fp32"}, 19),
         ),
     )
-    _state: OuterState = part(OuterState)
+    _state: OuterState = nested(OuterState)
     _stats: Tensor = shared(
         lambda: torch.zeros(0, 4, dtype=torch.float32), "layers", STATISTICS
     )  # a row for each layer

@@ -84,7 +84,7 @@ class FlexDeMo(Decoupled):
                 return torch.arange(turn * count, (turn + 1) * count)
         return torch.arange(-turn % self.turns, blocks, self.turns)
 
-    def _part(self, delta: Tensors) -> dict[str, Tensor]:
+    def _extract(self, delta: Tensors) -> dict[str, Tensor]:
         """Return this round's blocks, one after the other."""
         row = torch.cat([x.reshape(-1) for x in delta.values()])
         blocks = self._blocks(row.numel())
@@ -92,12 +92,12 @@ class FlexDeMo(Decoupled):
         chosen = self.chosen(blocks, self._book.number).to(row.device)
         return {"blocks": row.view(blocks, BLOCK)[chosen].reshape(-1)}
 
-    def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
+    def _whole(self, extract: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
         """Return the tensors with these blocks in their places."""
         counts = [torch.Size(shape).numel() for shape in shapes.values()]
         blocks = self._blocks(sum(counts))
-        row = part["blocks"].new_zeros(blocks, BLOCK)
-        row[self.chosen(blocks, round_number).to(row.device)] = part["blocks"].view(-1, BLOCK)
+        row = extract["blocks"].new_zeros(blocks, BLOCK)
+        row[self.chosen(blocks, round_number).to(row.device)] = extract["blocks"].view(-1, BLOCK)
         cut = torch.split(row.view(-1)[: sum(counts)], counts)
         return {
             name: x.reshape(shape) for (name, shape), x in zip(shapes.items(), cut, strict=True)

@@ -23,7 +23,7 @@ from farflock.optimizers.method import (
     Tensors,
 )
 from farflock.optimizers.parts.outer import Outer, OuterNesterov
-from farflock.optimizers.parts.state_fields import part
+from farflock.optimizers.parts.state_fields import nested
 from farflock.optimizers.parts.stateful import Mode, StatefulMethod
 from farflock.optimizers.sparta import STREAM as MASK
 from farflock.optimizers.sparta import Mixing, Selector
@@ -63,8 +63,8 @@ class SpartaDiLoCo(StatefulMethod):
             ),
         ),
     )
-    _diloco: DiLoCo = part()
-    _mixing: Mixing = part()
+    _diloco: DiLoCo = nested()
+    _mixing: Mixing = nested()
 
     def __post_init__(self) -> None:
         self._diloco = DiLoCo(

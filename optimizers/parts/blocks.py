@@ -35,15 +35,15 @@ def block_length(x: Tensor) -> int:
     return BLOCK_VALUES if x.is_cpu else DEVICE_BLOCK
 
 
-def merged(parts: Iterable[TensorBlock]) -> Iterator[TensorBlock]:
+def merged(pieces: Iterable[TensorBlock]) -> Iterator[TensorBlock]:
     """Yield what these blocks cover, those that follow each other in one tensor as one block."""
     name, start, stop = "", 0, 0
-    for part in parts:
-        if part.name != name or part.start != stop:
+    for piece in pieces:
+        if piece.name != name or piece.start != stop:
             if stop > start:
                 yield TensorBlock(name, start, stop)
-            name, start = part.name, part.start
-        stop = part.stop
+            name, start = piece.name, piece.start
+        stop = piece.stop
     if stop > start:
         yield TensorBlock(name, start, stop)
 

@@ -77,7 +77,7 @@ def chunk_length(length: int, side: int) -> int:
     """Return the largest divisor of `length` up to `side`; `side` if it is under half of that."""
     if length <= side:
         return max(length, 1)
-    largest = next(part for part in range(side, 0, -1) if length % part == 0)
+    largest = next(divisor for divisor in range(side, 0, -1) if length % divisor == 0)
     return largest if 2 * largest >= side else side
 
 

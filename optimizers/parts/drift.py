@@ -34,11 +34,11 @@ def sketch(tensors: Tensors, round_number: int) -> Tensor:
         flat = x.reshape(-1)
         signs = words(_SEED, place, round_number, 2 * -(-len(flat) // SUMS))
         for row in range(0, len(signs) // 2, _ROWS):
-            part = flat[row * SUMS : (row + _ROWS) * SUMS].double()
+            piece = flat[row * SUMS : (row + _ROWS) * SUMS].double()
             drawn = signs[2 * row : 2 * (row + _ROWS), None] >> _BITS & 1
-            negative = (drawn.view(-1)[: len(part)] == 1).to(part.device)
-            signed = torch.where(negative, -part, part)
-            padded = torch.nn.functional.pad(signed, (0, -len(part) % SUMS))
+            negative = (drawn.view(-1)[: len(piece)] == 1).to(piece.device)
+            signed = torch.where(negative, -piece, piece)
+            padded = torch.nn.functional.pad(signed, (0, -len(piece) % SUMS))
             total += padded.view(-1, SUMS).sum(0).cpu()
     return total.float()
 

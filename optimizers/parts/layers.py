@@ -9,9 +9,9 @@ def layers_of(names: Iterable[str]) -> dict[str, list[str]]:
     a module is a layer of its own."""
     layers: dict[str, list[str]] = {}
     for name in names:
-        parts = name.split(".")
-        number = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
-        layer = ".".join(parts[:-1] if number is None else parts[: number + 1]) or name
+        words = name.split(".")
+        number = next((at for at, word in enumerate(words) if word.isdecimal()), None)
+        layer = ".".join(words[:-1] if number is None else words[: number + 1]) or name
         layers.setdefault(layer, []).append(name)
     return layers
 

@@ -23,7 +23,9 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     to one, or is the module's last matrix with an embedding's shape; and anything that is not 2-D
     and real (norms, biases, convolutions).
     """
-    embeddings = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
+    embeddings = [
+        optimizer.weight for optimizer in module.modules() if isinstance(optimizer, nn.Embedding)
+    ]
     matrices = [
         entry for entry in module.parameters() if entry.dim() == 2 and not entry.is_complex()
     ]
@@ -59,22 +61,25 @@ class Muon(torch.optim.Optimizer):
                 f"muon needs torch 2.9 or newer, this is {torch.__version__}; "
                 "update it or choose adamw"
             )
-        self._parts: list[torch.optim.Optimizer] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
         if muon:
-            self._parts.append(
+            self._optimizers.append(
                 torch.optim.Muon(muon, lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
             )
         if adamw:
-            self._parts.append(torch.optim.AdamW(adamw, lr, betas=betas, eps=eps))
-        super().__init__([group for part in self._parts for group in part.param_groups], {"lr": lr})
+            self._optimizers.append(torch.optim.AdamW(adamw, lr, betas=betas, eps=eps))
+        super().__init__(
+            [group for optimizer in self._optimizers for group in optimizer.param_groups],
+            {"lr": lr},
+        )
         self._share()
 
-    def part_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+    def optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
         """Return the optimizer that steps this parameter."""
         return next(
-            part
-            for part in self._parts
-            for group in part.param_groups
+            optimizer
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
             if any(entry is parameter for entry in group["params"])
         )
 
@@ -84,8 +89,8 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self._parts:
-            part.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -96,6 +101,6 @@ class Muon(torch.optim.Optimizer):
     def _share(self) -> None:
         """Share groups and moments with both parts, for schedulers, checkpoints and replicas."""
         groups: Iterator[Group] = iter(self.param_groups)
-        for part in self._parts:
-            part.state = self.state
-            part.param_groups = [next(groups) for _ in part.param_groups]
+        for optimizer in self._optimizers:
+            optimizer.state = self.state
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]

@@ -47,8 +47,8 @@ def words(seed: int, stream: int, round_number: int, count: int) -> Tensor:
     drawn = np.empty((blocks, 4), np.int64)
     for start in range(0, blocks, _BATCH):
         place = np.arange(start, min(start + _BATCH, blocks), dtype=np.uint64)
-        parts = (stream, round_number & 0xFFFFFFFF, round_number >> 32)
-        fixed = [np.full_like(place, part) for part in parts]
+        counter = (stream, round_number & 0xFFFFFFFF, round_number >> 32)
+        fixed = [np.full_like(place, each) for each in counter]
         out = philox((place, fixed[0], fixed[1], fixed[2]), (seed & 0xFFFFFFFF, seed >> 32))
         for column, word in enumerate(out):
             drawn[start : start + len(place), column] = word.astype(np.int64)

@@ -1,13 +1,13 @@
 """A method's state, declared field by field; only this module reads and writes it.
 
-    _book: RoundBook = part(RoundBook)             the fields that the part declares
+    _book: RoundBook = nested(RoundBook)           the fields that the object declares
     _members: int = shared(1)                      in every snapshot, as the int64 scalar `members`
     _lead: dict[str, Tensor] = own(dict)           this peer's: `lead.NAME`, or nothing while empty
     _steps: int = own(0, "untaken", stays=True)    as `untaken`; `carry` keeps it
 
 Taking over a snapshot resets own fields to their defaults, except `stays` fields if work is
-carried. A key may name attributes of its owner, as `round{0.suffix}`. A part's `names` limit its
-tensors to these parameters.
+carried. A key may name attributes of its owner, as `round{0.suffix}`. The `names` of a nested
+object limit its tensors to these parameters.
 """
 
 import copy
@@ -48,14 +48,14 @@ SOME_TENSORS = Kind(named, kept)  # of all the owner's parameters, or of none
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    whose: Whose | None  # None: a part
+    whose: Whose | None  # None: nested
     make: Callable[[], object] = dict
     key: str = ""
     kind: Kind = COUNT
     stays: bool = False
 
 
-PART = {_METADATA: _Place(None)}
+NESTED = {_METADATA: _Place(None)}
 
 
 def shared(default: object, key: str = "", kind: Kind | None = None) -> Any:  # noqa: ANN401 - as dataclasses.field
@@ -70,11 +70,11 @@ def own(default: object, key: str = "", kind: Kind | None = None, *, stays: bool
     return _declared(default, key, "own", kind or _usual(default, SOME_TENSORS), stays)
 
 
-def part(make: Callable[[], object] | None = None) -> Any:  # noqa: ANN401
+def nested(make: Callable[[], object] | None = None) -> Any:  # noqa: ANN401
     """Declare an object with such fields, or a list of them; None: the constructor sets it."""
     if make is None:
-        return dataclasses.field(init=False, metadata=PART)
-    return dataclasses.field(default_factory=make, metadata=PART)
+        return dataclasses.field(init=False, metadata=NESTED)
+    return dataclasses.field(default_factory=make, metadata=NESTED)
 
 
 def saved(owner: "DataclassInstance", whose: Whose) -> State:
@@ -83,7 +83,7 @@ def saved(owner: "DataclassInstance", whose: Whose) -> State:
     state: State = {}
     for name, place in _places(owner):
         if place.whose is None:
-            for one in _parts(owner, name):
+            for one in _nested(owner, name):
                 state |= saved(one, whose)
         elif place.whose == whose:
             state |= place.kind.write(place.key.format(owner), getattr(owner, name))
@@ -96,7 +96,7 @@ def loaded(owner: Owner, state: State, shapes: Shapes, *whose: Whose) -> Owner:
     shapes = {name: shapes[name] for name in names}
     for name, place in _places(owner):
         if place.whose is None:
-            read = [loaded(one, state, shapes, *whose) for one in _parts(owner, name)]
+            read = [loaded(one, state, shapes, *whose) for one in _nested(owner, name)]
             setattr(new, name, read if isinstance(getattr(owner, name), list) else read[0])
         elif place.whose in whose:
             setattr(new, name, place.kind.read(place.key.format(owner), state, shapes))
@@ -107,7 +107,7 @@ def relocated(owner: Owner, allocate: Callable[[Sequence[int]], Tensor]) -> Owne
     """Move the tensors of all parameters to allocated memory, one at a time; return the owner."""
     for name, place in _places(owner):
         if place.whose is None:
-            for one in _parts(owner, name):
+            for one in _nested(owner, name):
                 relocated(one, allocate)
         elif place.kind in (TENSORS, SOME_TENSORS):
             tensors: dict[str, Tensor] = getattr(owner, name)
@@ -120,7 +120,7 @@ def dropped(owner: "DataclassInstance") -> None:
     """Let go of the shared tensors, which others are about to replace."""
     for name, place in _places(owner):
         if place.whose is None:
-            for one in _parts(owner, name):
+            for one in _nested(owner, name):
                 dropped(one)
         elif place.whose == "shared" and place.kind in (TENSORS, SOME_TENSORS):
             setattr(owner, name, {})
@@ -130,7 +130,7 @@ def forget(owner: "DataclassInstance", *, carried: bool) -> None:
     """Reset own fields to their defaults, except fields that stay while work is carried."""
     for name, place in _places(owner):
         if place.whose is None:
-            for one in _parts(owner, name):
+            for one in _nested(owner, name):
                 forget(one, carried=carried)
         elif place.whose == "own" and not (carried and place.stays):
             setattr(owner, name, place.make())
@@ -166,6 +166,6 @@ def _places_of(kind: "type[DataclassInstance]") -> tuple[tuple[str, _Place], ...
     )
 
 
-def _parts(owner: "DataclassInstance", name: str) -> list[Any]:
+def _nested(owner: "DataclassInstance", name: str) -> list[Any]:
     held = getattr(owner, name)
     return held if isinstance(held, list) else [held]

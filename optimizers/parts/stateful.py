@@ -22,7 +22,7 @@ from farflock.optimizers.parts.outer_state import Anchor
 from farflock.optimizers.parts.round_book import RoundBook
 from farflock.optimizers.parts.state import copies, kept, named, unnamed, zeros
 from farflock.optimizers.parts.state_fields import (
-    PART,
+    NESTED,
     Whose,
     become,
     dropped,
@@ -176,7 +176,7 @@ class PeriodicMethod(OuterMethod):
     """A method with one stream: a message per `period` local steps, an outer step on its result."""
 
     period: int
-    _book: RoundBook = field(init=False, default_factory=RoundBook, metadata=PART)
+    _book: RoundBook = field(init=False, default_factory=RoundBook, metadata=NESTED)
 
     def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
         """Return this round's exchange of these tensors: a mean among all."""

@@ -419,7 +419,7 @@ def check_snapshot_is_a_copy(subject: Subject) -> None:
     swarm.steps(5)
     peer = swarm.peers["a"]
     state, own = peer.outer(), peer.method.personal(peer.replica)
-    copies = [{key: x.clone() for key, x in part.items()} for part in (state, own)]
+    copies = [{key: x.clone() for key, x in one.items()} for one in (state, own)]
     swarm.steps(5)
     require(same(state, copies[0]), 6, "Later steps have changed a snapshot.")
     require(same(own, copies[1]), 7, "Later steps have changed a personal state.")

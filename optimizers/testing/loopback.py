@@ -182,11 +182,11 @@ def exact_mean(
     for name in contributions[0][1]:
         total = sum(np.float32(weight) * masks[name] for weight, _, masks in contributions)
         share = np.float32(1) / np.maximum(total, np.float32(1e-30))
-        parts = [
+        terms = [
             np.float32(weight) * share * masks[name] * x[name].numpy()
             for weight, x, masks in contributions
         ]
-        mean[name] = torch.from_numpy(np.asarray(sum(parts[1:], parts[0]), np.float32))
+        mean[name] = torch.from_numpy(np.asarray(sum(terms[1:], terms[0]), np.float32))
     return mean
 
 

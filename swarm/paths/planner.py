@@ -27,7 +27,7 @@ from farflock.swarm.paths.timetable import BACKWARD_SHARE, LOSS_SHARE
 WORK, MIN_WORK = 600, 4  # judged plans
 
 _LEADS, _MIN_LEADS = 1_000, 12_000  # estimates per stop of the lanes' paths, and the minimum
-_SHARED_PART = 0.3  # of the work, spent with one path per lane
+_SHARED_WORK = 0.3  # of the work, spent with one path per lane
 _MEAN_SHARE = 0.1  # of the mean in the cost: most changes leave the slowest alone
 # Temperatures as shares of the start's cost: for estimates, for timetables, at the end.
 _HOT, _WARM, _COLD = 0.3, 0.01, 0.001
@@ -50,13 +50,13 @@ def plan_paths(
         )
     chance, judged = random.Random(seed), judge or _timed(instance)
     shared, own = Draft(instance, 1, chance), Draft(instance, instance.turns, chance)
-    even, part = own.plan(), max(1, int(_SHARED_PART * work))
+    even, shared_work = own.plan(), max(1, int(_SHARED_WORK * work))
     stops = instance.terms.visited * len(shared.paths)
     _lead(shared, LaneBounds(instance), chance, max(_MIN_LEADS, _LEADS * stops))
-    own.adopt(_anneal(shared, judged, chance, part))
+    own.adopt(_anneal(shared, judged, chance, shared_work))
     if judged(even) < judged(own.plan()):
         own.adopt(even)
-    best = _anneal(own, judged, chance, work - part - 2)
+    best = _anneal(own, judged, chance, work - shared_work - 2)
     require(best, instance)
     return best
 

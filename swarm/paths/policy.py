@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths import noloco as mixing
-from farflock.swarm.paths.round_robin import Announced, Balancer, CallFailure, JoinCharge
+from farflock.swarm.paths.round_robin import Announced, Balancer, CallFailure
 
 CallOutcome = Literal["done", "busy"] | CallFailure
 
@@ -104,23 +104,30 @@ class PathPolicy(Protocol):
         ...
 
 
-class SwarmPaths:
-    """Lazy next hops by interleaved weighted round-robin, one balancer per stage (SWARM)."""
+class _AllStages:
+    """Base of policies whose microbatches visit all stages in order."""
 
-    pinned = False
-
-    def __init__(
-        self, stages: int, chance: random.Random, join_charge: JoinCharge = "median"
-    ) -> None:
-        self._order = _all_stages(stages)
-        self._balancers = [Balancer(chance, join_charge) for _ in self._order]
-        self._seen: StageServers | None = None
+    def __init__(self, stages: int) -> None:
+        if stages < 1:
+            raise ValueError(f"a pipeline of {stages} stages; it needs at least one")
+        self._order = tuple(range(stages))
 
     def stage_order(self, microbatch: Microbatch) -> tuple[int, ...]:
         return self._order
 
     def share(self, stage: int) -> Fraction:
         return Fraction(1)
+
+
+class SwarmPaths(_AllStages):
+    """Lazy next hops by interleaved weighted round-robin, one balancer per stage (SWARM)."""
+
+    pinned = False
+
+    def __init__(self, stages: int, chance: random.Random) -> None:
+        super().__init__(stages)
+        self._balancers = [Balancer(chance) for _ in self._order]
+        self._seen: StageServers | None = None
 
     def next_hop(
         self,
@@ -177,7 +184,7 @@ class ReorderedPaths:
         return self._policy.retry_s(stage)
 
 
-class FixedPaths:
+class FixedPaths(_AllStages):
     """A fixed line of servers per microbatch, which goes to the first that is not excluded."""
 
     def __init__(
@@ -186,17 +193,12 @@ class FixedPaths:
         line: Callable[[Microbatch, int, StageServers], Sequence[PeerId]],
         pinned: bool,
     ) -> None:
-        self._order, self._line, self._pinned = _all_stages(stages), line, pinned
+        super().__init__(stages)
+        self._line, self._pinned = line, pinned
 
     @property
     def pinned(self) -> bool:
         return self._pinned
-
-    def stage_order(self, microbatch: Microbatch) -> tuple[int, ...]:
-        return self._order
-
-    def share(self, stage: int) -> Fraction:
-        return Fraction(1)
 
     def next_hop(
         self,
@@ -240,9 +242,3 @@ def mixed(stages: int, seed: int) -> FixedPaths:
         return mixing.line(draw, serving.peers(stage), stage, microbatch.lane)
 
     return FixedPaths(stages, line, pinned=False)
-
-
-def _all_stages(stages: int) -> tuple[int, ...]:
-    if stages < 1:
-        raise ValueError(f"a pipeline of {stages} stages; it needs at least one")
-    return tuple(range(stages))

@@ -28,10 +28,11 @@ DIAL_BAN_S = 60.0
 RPC_BAN_S = 3600.0
 MAX_DOUBLINGS = 6  # of the charge of a server whose calls time out in a row
 MAX_PEERS = 1024  # servers of one stage; as many bans are remembered
+WARMUP_TASKS = 8  # of a newcomer, which count more
+WARMUP_PENALTY = 2.0  # how many times as much
 STALE_SLACK = 16  # maximum of stale heap entries, or the number of servers if more
 
 CallFailure = Literal["dial", "rpc", "deadline"]
-JoinCharge = Literal["min", "max", "median"]
 
 _Entry = tuple[float, float, PeerId]  # charge, random tie-break, peer
 
@@ -117,20 +118,8 @@ class Balancer:
     ban for a failed call also ends by time, so that there is always a moment to try again.
     """
 
-    def __init__(
-        self,
-        chance: random.Random,
-        join_charge: JoinCharge = "median",
-        warmup_penalty: float = 2.0,
-        warmup_tasks: int = 8,
-    ) -> None:
-        if not 1.0 <= warmup_penalty < math.inf or warmup_tasks < 0:
-            raise ValueError(
-                f"a warm-up of {warmup_tasks} tasks with a penalty of {warmup_penalty}; "
-                "choose at least 0 tasks, and a finite penalty of at least 1"
-            )
-        self._chance, self._join_charge = chance, join_charge
-        self._penalty, self._warmup_tasks = warmup_penalty, warmup_tasks
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
         self._servers: dict[PeerId, _Server] = {}
         self._bans: dict[PeerId, _Ban] = {}
         self._heap: list[_Entry] = []
@@ -205,7 +194,7 @@ class Balancer:
         level, are_first = self._level(), not self._servers
         for peer, record in newest.items():
             if peer not in self._servers:
-                warmup = 0 if are_first else self._warmup_tasks
+                warmup = 0 if are_first else WARMUP_TASKS
                 self._servers[peer] = _Server(record.sequence, _sane(record.rate), level, warmup)
                 self._enter(peer)
             elif record.sequence > self._servers[peer].sequence:
@@ -252,7 +241,7 @@ class Balancer:
         samples = task_size * 2.0 ** min(server.deadlines, MAX_DOUBLINGS)
         if server.warmup:
             server.warmup -= 1
-            samples *= self._penalty
+            samples *= WARMUP_PENALTY
         cost_s = samples / self._rate(server)
         server.charge += cost_s
         if server.ema.rate is None:
@@ -281,20 +270,8 @@ class Balancer:
 
     def _level(self) -> float:
         """Return the charge of a newcomer."""
-        charges = (
-            list(self.charges.values())
-            or [server.charge for server in self._servers.values()]
-            or [0.0]
-        )
-        match self._join_charge:
-            case "min":
-                return min(charges)
-            case "max":
-                return max(charges)
-            case "median":
-                return statistics.median(charges)
-            case _:
-                assert_never(self._join_charge)
+        known = self.charges.values() or [server.charge for server in self._servers.values()]
+        return statistics.median(known or [0.0])
 
     def _ban(self, peer: PeerId, server: _Server, until_s: float) -> None:
         known = self._bans.pop(peer, None)

@@ -14,7 +14,7 @@ from farflock.swarm.bundle_store import BundleStore
 from farflock.swarm.chunk_store import Shelve, Store
 from farflock.swarm.chunks import Chunks
 from farflock.swarm.compute import Compute, inline
-from farflock.swarm.frame import Frame, pack, pack_parts
+from farflock.swarm.frame import Frame, pack, pack_buffers
 from farflock.swarm.links import Links, Liveness, PeerId
 from farflock.swarm.messages import MAX_TRAIL, Evaluation, Key, Message, Piece, Probed
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, raised
@@ -79,7 +79,7 @@ class PeerContext:
     ) -> bool:
         """Send a piece of a chunk, or what follows it, as bulk; False if the links refused it or
         had no room in time."""
-        frame = pack_parts(Frame(self.incarnation, piece, body))
+        frame = pack_buffers(Frame(self.incarnation, piece, body))
         return await self.links.send_bulk(peer, frame, timeout_s)
 
     async def send_bulk(self, peer: PeerId, message: Message, timeout_s: float) -> bool:

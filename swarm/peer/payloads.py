@@ -89,7 +89,7 @@ def put(context: PeerContext, payloads: Sequence[Given], pin: Hashable) -> tuple
     return tuple(
         payload.chunks
         if isinstance(payload, Left)
-        else tuple((context.store.put(part, pin), len(part)) for part in _cut(payload))
+        else tuple((context.store.put(data, pin), len(data)) for data in _cut(payload))
         for payload in payloads
     )
 
@@ -203,9 +203,9 @@ async def fetch(
         return None
     whole = [[context.store.get(digest) or b"" for digest, _ in payload] for payload in payloads]
     announced = [[size for _, size in payload] for payload in payloads]
-    if [[len(part) for part in parts] for parts in whole] != announced:
+    if [[len(data) for data in found] for found in whole] != announced:
         return None
-    return tuple(parts[0] if len(parts) == 1 else b"".join(parts) for parts in whole)
+    return tuple(found[0] if len(found) == 1 else b"".join(found) for found in whole)
 
 
 async def _fetch(

@@ -41,7 +41,7 @@ from farflock.swarm.protocol.views import VIEW_STREAM
 from farflock.swarm.tasks import cancel
 
 ANNOUNCE_EVERY_S = 15.0  # well within a record's lifetime, so that one may be lost
-PART_S = 5.0  # a leaving peer stays this long at most for members that need it for a quorum
+STAY_S = 5.0  # a leaving peer stays this long at most for members that need it for a quorum
 HAND_OVER_S = 1.0  # time to hand over the last decision, which no other peer could tell them
 GOODBYE_S = 0.2  # time to send goodbyes, and to receive those of peers leaving along with us
 STORE_BYTES = 256 * 1024 * 1024
@@ -182,11 +182,11 @@ class Peer:
         self.ticks.stirred.set()
         self.membership.admission.leave()
 
-    async def part(self) -> None:
-        """Say goodbye and stay until the others can decide alone, but for `PART_S` at most."""
+    async def leave_gracefully(self) -> None:
+        """Say goodbye and stay until the others can decide alone, but for `STAY_S` at most."""
         alone, now = self.context.chain is None or self.alone, self.context.now
         self.leave()
-        until_s, goes_s = now() + PART_S, now() + GOODBYE_S
+        until_s, goes_s = now() + STAY_S, now() + GOODBYE_S
         # Each look at which the others need this peer extends the stay, up to `until_s`.
         while not alone and now() < min(until_s, goes_s):
             goes_s = now() + HAND_OVER_S if self._is_needed() else goes_s

@@ -148,14 +148,14 @@ class Snapshots:
     @property
     def coming(self) -> StateProgress | None:
         """The progress of all downloads together; None if nothing is downloaded."""
-        parts = [download.coming for download in self._downloads.values()]
-        if not parts:
+        coming = [download.coming for download in self._downloads.values()]
+        if not coming:
             return None
         return StateProgress(
-            sum(part.here_bytes for part in parts),
-            sum(part.total_bytes for part in parts),
-            sum(part.bytes_per_s for part in parts),
-            sum(part.begun_bytes for part in parts),
+            sum(each.here_bytes for each in coming),
+            sum(each.total_bytes for each in coming),
+            sum(each.bytes_per_s for each in coming),
+            sum(each.begun_bytes for each in coming),
         )
 
     async def fetch(

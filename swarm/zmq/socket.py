@@ -197,7 +197,7 @@ class ZmqSocket:
         except zmq.Again:
             return
         if frame.more:
-            self._refuse_parts(frame)
+            self._refuse_multipart(frame)
             return
         descriptor = frame.get(zmq.SRCFD)
         if descriptor not in self.connections:
@@ -207,7 +207,7 @@ class ZmqSocket:
             connection.read(len(frame.buffer), self._loop.time())
         self._events.on_frame(self, route, frame)
 
-    def _refuse_parts(self, frame: zmq.Frame) -> None:
+    def _refuse_multipart(self, frame: zmq.Frame) -> None:
         """Discard a message of several parts, one part at a time, and cut its sender off."""
         descriptor = frame.get(zmq.SRCFD)
         while frame.more:

@@ -14,7 +14,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.record import BadRecord, Record, unseal
 
 MAX_BANNED_KEYS = 4096
-_REQUEST_PARTS = 7  # version, request id, domain, address, routing id, mechanism, CURVE key
+_REQUEST_FRAMES = 7  # version, request id, domain, address, routing id, mechanism, CURVE key
 
 
 class Gate:
@@ -84,7 +84,7 @@ class ZapHandler:
 
     def _reply(self, request: list[bytes]) -> list[bytes]:
         """Return 200 or 400. After a 400 libzmq never retries, so the dialler must redial."""
-        curve = len(request) == _REQUEST_PARTS and request[5] == b"CURVE"
+        curve = len(request) == _REQUEST_FRAMES and request[5] == b"CURVE"
         key = request[6] if curve else b""
         if curve and self._gate.admits(key):
             return [b"1.0", request[1], b"200", b"", key.hex().encode(), b""]

@@ -6,8 +6,10 @@ import asyncio
 import pytest
 import torch
 from worlds.peers import identity, peer_in, record_of
+from worlds.waiting import until
 
 from farflock.node.assembly.node import replica_node
+from farflock.node.assembly.resume import load_state
 from farflock.node.data import folder, index, shard_writer
 from farflock.node.data.samples import text_in_memory
 from farflock.node.model.corpus import load_corpus
@@ -19,8 +21,13 @@ from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.sim.network import SimNetwork
+from farflock.swarm.sim.virtual_time import run_virtual
 
 TOTAL = 3200
+
+
+def none(node):
+    """Do nothing."""
 
 
 class Bench:
@@ -72,6 +79,45 @@ class Bench:
             storage=OnDevice(device.place).allocate if outer == "device" else in_memory,
             **more,
         )
+
+    def alone(self, tokens=640, device=None, saved=None, *, change=none, seen=none, **more):
+        """Return a lone node after these tokens, from the start or from a checkpoint, and with this
+        change; `seen` looks at it while it runs."""
+
+        async def main():
+            async with self.peer(0).running() as peer:
+                node = self.node(peer, device=device, **more)
+                change(node)
+                node.peer.found()
+                if saved is None:
+                    node.state_sync.open()
+                else:
+                    load_state(node, saved)
+                await node.loop.run(tokens)
+                seen(node)
+                return node
+
+        return run_virtual(main())
+
+    def together(self, devices, outer="host"):
+        """Return two nodes that trained together, one after the other's start, with their outer
+        state there if they are on a device (None: the CPU)."""
+
+        async def main():
+            first, second = (self.peer(number) for number in range(2))
+            async with first.running(), second.running():
+                nodes = [
+                    self.node(peer, device=device, outer=outer if device else "host")
+                    for peer, device in zip((first, second), devices, strict=True)
+                ]
+                nodes[0].found()
+                founder = asyncio.create_task(nodes[0].run(self.total))
+                await until(lambda: nodes[0].step >= 3)
+                await nodes[1].join([self.record(0)], 60.0)
+                await asyncio.gather(founder, nodes[1].run(self.total))
+                return nodes
+
+        return run_virtual(main())
 
 
 @pytest.fixture(scope="session")

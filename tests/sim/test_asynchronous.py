@@ -229,29 +229,6 @@ CORRECTED = [
 ]
 
 
-def in_lockstep(one):
-    """Run with a trainer that begins a batch when all servers have applied the round before."""
-    look = one.watch
-
-    def waiting(number, node):
-        look(number, node)
-        if node.trainer is not None:
-            begin = node.trainer.begin_more
-            node.trainer.begin_more = lambda: (
-                begin() if all_at(node.stage_directory.epoch) else None
-            )
-
-    def all_at(epoch):
-        return all(
-            node.serving.state_sync.applied_round == epoch
-            for node in one.sim.nodes.values()
-            if node.serving is not None
-        )
-
-    one.watch = waiting
-    return one.run().check().check_finished()
-
-
 @pytest.mark.parametrize(("correction", "inner"), CORRECTED, ids=lambda given: str(given)[:24])
 def test_where_nothing_is_late_it_is_the_run_that_waits_to_the_bit(correction, inner):
     exact = TrainerTerms(window=BATCH, kept=BATCH, forward_timeout_s=8.0, backward_timeout_s=12.0)
@@ -266,7 +243,9 @@ def test_where_nothing_is_late_it_is_the_run_that_waits_to_the_bit(correction, i
     )
     waiting = late(1, 4, 1, link=LinkModel(), inner=inner, trainer=exact)
     waiting.pipeline = dataclasses.replace(waiting.pipeline, asynchronous=None)
-    one, other = in_lockstep(asynchronous), in_lockstep(waiting)
+    one, other = (
+        each.in_lockstep().run().check().check_finished() for each in (asynchronous, waiting)
+    )
     assert set(check_ages(one)) == {0}
     assert one.named == other.named
     ends = [

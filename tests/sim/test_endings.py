@@ -112,7 +112,7 @@ class Endings:
                 node.step,
                 self._now() - last[0],
             )
-            await peer.part()
+            await peer.leave_gracefully()
 
     def _node(self, index: int, peer: Peer) -> tuple[ReplicaNode, list[float]]:
         replica, last = self.terms.arm.replica(index), [0.0]

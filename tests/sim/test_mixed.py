@@ -5,7 +5,6 @@ import asyncio
 import collections
 
 import pytest
-import torch
 from worlds.pipeline_audit import Audit, pipeline, plan
 from worlds.seeds import blocks, each
 from worlds.waiting import until
@@ -66,16 +65,12 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
         begins = trainer.may_begin
         trainer.may_begin = lambda: (
             begins()
-            and all_at(node.stage_directory.epoch)
+            and one.all_at(node.stage_directory.epoch)
             and trainer.source.begun < half(node.stage_directory.epoch)
         )
 
     def half(epoch):
         return (epoch + 2) * BATCH // 2  # of this round and those before: two do it together
-
-    def all_at(epoch):
-        servings = [serving for node in one.sim.nodes.values() for serving in node.servings]
-        return all(serving.state_sync.applied_round == epoch for serving in servings)
 
     look, one.watch = one.watch, in_lockstep
     one.run().check().check_finished()
@@ -88,16 +83,7 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
             me(one, 0): BATCH // 2,
             me(one, 1): BATCH // 2,
         }
-        gradients = [whole.backward(*one.batch(key)).staged.gradients for key in keys]
-        for name, parameter in model.named_parameters():
-            parameter.grad = sum(entry[name] for entry in gradients) / TOKENS
-        optimizer.step()
-        for stage in range(3):
-            for weights in one.versions.get((stage, number), []):
-                for name, x in weights.items():
-                    torch.testing.assert_close(
-                        x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6
-                    )
+        one.train_unsplit(number, keys, model, optimizer, whole)
     assert {number for _, number in one.versions} >= {-1, 0, 1, 2, 3}
     assert not one.events["forward computed"], "an activation went to a server"
 

@@ -7,7 +7,6 @@ import collections
 from dataclasses import replace
 
 import pytest
-import torch
 from worlds import pipeline_audit
 from worlds.kills import POINTS, ScheduledKills
 from worlds.pipeline_audit import TEXT, Audit, pipeline, plan
@@ -95,21 +94,7 @@ def test_where_paths_leave_stages_out_each_gradient_is_that_of_the_stages_on_its
 def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
     terms = TrainerTerms(window=BATCH, kept=BATCH, forward_timeout_s=4.0, backward_timeout_s=6.0)
     one = audit(stages=3, servers=2, steps=5, rate=0.3, trainer=terms)
-
-    def in_lockstep(number, node):
-        look(number, node)
-        if node.trainer is not None:
-            begin = node.trainer.begin_more
-            node.trainer.begin_more = lambda: (
-                begin() if all_at(node.stage_directory.epoch) else None
-            )
-
-    def all_at(epoch):
-        servers = [node.serving for node in one.sim.nodes.values() if node.serving is not None]
-        return all(serving.state_sync.applied_round == epoch for serving in servers)
-
-    look, one.watch = one.watch, in_lockstep
-    one.run().check().check_finished()
+    one.in_lockstep().run().check().check_finished()
     me = identity_of(one.plan, 6).peer
     first = min(number for _, number in one.named[0][0])
     model = build(one.plan.model, one.plan.run_seed).double()
@@ -117,16 +102,7 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
     for number in range(5):
         keys = [(me, first + number * BATCH + at) for at in range(BATCH)]
         assert all(rounds[number] == keys for rounds in one.named.values())
-        gradients = [whole.backward(*one.batch(key)).staged.gradients for key in keys]
-        for name, parameter in model.named_parameters():
-            parameter.grad = sum(entry[name] for entry in gradients) / TOKENS
-        optimizer.step()
-        for stage in range(3):
-            for weights in one.versions.get((stage, number), []):
-                for name, x in weights.items():
-                    torch.testing.assert_close(
-                        x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6
-                    )
+        one.train_unsplit(number, keys, model, optimizer, whole)
     assert {number for _, number in one.versions} >= {-1, 0, 1, 2, 3}
 
 

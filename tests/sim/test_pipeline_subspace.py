@@ -84,7 +84,7 @@ class Subspaced(Audit):
         )
         return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
-    def train_unsplit(self, keys):
+    def train_constrained(self, keys):
         """Of the unsplit model a step with the mean gradient of these, and the projection after
         it."""
         gradients = [self.gradient_now(key) for key in keys]
@@ -189,26 +189,11 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_constrained_mode
     one = audit(stages=3, servers=1, steps=4, rate=config.lr, inner=config)
     one.pipeline = dataclasses.replace(one.pipeline, trainer=waits)
     one.optimizer = config.build(one.reference.model)
-    look = one.watch
-
-    def in_lockstep(number, node):
-        look(number, node)
-        if node.trainer is not None:
-            begin = node.trainer.begin_more
-            node.trainer.begin_more = lambda: (
-                begin() if all_at(node.stage_directory.epoch) else None
-            )
-
-    def all_at(epoch):
-        servers = [node.serving for node in one.sim.nodes.values() if node.serving is not None]
-        return all(serving.state_sync.applied_round == epoch for serving in servers)
-
-    one.watch = in_lockstep
-    one.run().check_inside()
+    one.in_lockstep().run().check_inside()
     start = {name: x.detach().clone() for name, x in one.reference.model.named_parameters()}
     for number in range(3):
         assert one.named[0][number] == one.named[1][number] == one.named[2][number]
-        one.train_unsplit(one.named[0][number])
+        one.train_constrained(one.named[0][number])
         seen = [weights for stage in range(3) for weights in one.versions.get((stage, number), [])]
         assert seen
         for weights in seen:

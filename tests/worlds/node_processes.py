@@ -194,11 +194,11 @@ def one_state(saved):
     """Return the stage's tensors; check that all of these checkpoints have them bit by bit."""
     for each in saved[1:]:
         assert round_of(each) == round_of(saved[0])
-        for part in ("model", "method"):
-            assert each.parts[part].keys() == saved[0].parts[part].keys()
-            for name, x in each.parts[part].items():
-                assert torch.equal(x, saved[0].parts[part][name]), name
-    return saved[0].parts["model"]
+        for group in ("model", "method"):
+            assert each.groups[group].keys() == saved[0].groups[group].keys()
+            for name, x in each.groups[group].items():
+                assert torch.equal(x, saved[0].groups[group][name]), name
+    return saved[0].groups["model"]
 
 
 def fallen(trainer):

@@ -152,6 +152,40 @@ class Audit:
         if node.trainer is not None and len(lives) == len(self.pipeline.stages):
             self._watch_whole(node, lives)
 
+    def in_lockstep(self):
+        """Let trainers begin a batch when all servers have applied the round before; return the
+        audit."""
+        look = self.watch
+
+        def waiting(number, node):
+            look(number, node)
+            if node.trainer is not None:
+                begin = node.trainer.begin_more
+                node.trainer.begin_more = lambda: (
+                    begin() if self.all_at(node.stage_directory.epoch) else None
+                )
+
+        self.watch = waiting
+        return self
+
+    def all_at(self, epoch):
+        """Whether all servers have applied this round."""
+        servings = [serving for node in self.sim.nodes.values() for serving in node.servings]
+        return all(serving.state_sync.applied_round == epoch for serving in servings)
+
+    def train_unsplit(self, number, keys, model, optimizer, whole):
+        """Take step `number` of the unsplit model with these microbatches, and compare the weights
+        of all stages with it."""
+        gradients = [whole.backward(*self.batch(key)).staged.gradients for key in keys]
+        for name, parameter in model.named_parameters():
+            parameter.grad = sum(entry[name] for entry in gradients) / (TOKENS * len(keys))
+        optimizer.step()
+        for stage in range(3):
+            for weights in self.versions.get((stage, number), []):
+                for name, x in weights.items():
+                    expected = model.get_parameter(name).detach()
+                    torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
+
     def note_event(self, what, life):
         self.events[what] += 1
         self.on_event(what, life.number)

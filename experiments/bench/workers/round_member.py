@@ -220,13 +220,13 @@ class Member:
             outcome = _outcome(exchange, len(mine), gathered={ME: mine, OTHER: theirs})
             return outcome, sum(map(len, mine)) + sum(map(len, theirs))
         half = len(mine) // 2
-        parts = [_copy(payload) for payload in mine[:half]]
-        clock.timed("digest", lambda: [digest_of(payload) for payload in parts])
-        reduced = clock.timed("reduce", lambda: list(self._reduced_here(exchange, mine, parts)))
+        copies = [_copy(payload) for payload in mine[:half]]
+        clock.timed("digest", lambda: [digest_of(payload) for payload in copies])
+        reduced = clock.timed("reduce", lambda: list(self._reduced_here(exchange, mine, copies)))
         clock.timed("digest", lambda: [digest_of(payload) for payload in reduced])
         rest = list(self._reduced_there(exchange, mine, half))
         clock.timed("digest", lambda: [digest_of(payload) for payload in rest])
-        everything = (*mine, *parts, *reduced, *rest)
+        everything = (*mine, *copies, *reduced, *rest)
         outcome = _outcome(exchange, len(mine), reduced=(*reduced, *rest))
         return outcome, sum(map(len, everything))
 

@@ -339,7 +339,7 @@ def _show(
         "held_out_tokens": held_out.tokens,
         "held_out_documents": held_out.documents,
         "tokenizer": index.tokenizer.hash if index.tokenizer else "bytes",
-        "parts": len(index.parts),
+        "parts": len(index.increments),
         **counted,
         **({"samples": documents} if documents else {}),
     }
@@ -350,6 +350,6 @@ def _show(
     more = "".join(f", {count:,} {name}" for name, count in counted.items())
     out.result(
         facts,
-        f"vocabulary of {index.vocabulary:,} tokens, {len(index.parts)} parts{more}\n"
+        f"vocabulary of {index.vocabulary:,} tokens, {len(index.increments)} parts{more}\n"
         f"root {content.root}",
     )

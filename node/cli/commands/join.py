@@ -149,14 +149,14 @@ def _look(
     assumed: tuple[int | None, float, float],
 ) -> int:
     """Print what a joiner would train, as the run's members tell a throwaway identity."""
-    from farflock.node.process.data_look import fetch_plan
+    from farflock.node.process.data_look import look_at_data
     from farflock.node.process.signals import GracefulStop, run_until_asked
 
     ending = GracefulStop()
-    found = run_until_asked(ending, lambda: fetch_plan(machine, invited, LOOK_TIMEOUT_S))
+    found = run_until_asked(ending, lambda: look_at_data(machine, invited, LOOK_TIMEOUT_S))
     if found is None:
         return conclude(out, None, ending.asked)
-    manifest, data = found
+    manifest, data, _ = found
     peers, uplink, step_s = assumed
     text = manifest.canonical().decode()
     sizes = size_facts(manifest, Line(peers or members_of(manifest), uplink, step_s))

@@ -18,8 +18,8 @@ TELL_ABOVE = 0.5  # of the line, after which what would help is said
 HOPELESS_ABOVE = 0.9  # after which a newcomer hardly ever catches up
 
 
-class _Part(NamedTuple):
-    """The part of a run that a newcomer takes: its state's size, and the streams that it is in."""
+class _Share(NamedTuple):
+    """A newcomer's share of a run: its state's size, and the streams that it is in."""
 
     state_bytes: int
     streams: "Sequence[StreamSize]"
@@ -39,7 +39,7 @@ def join_facts(
     return max(sums, key=lambda each: each["join_s"] or math.inf)
 
 
-def _shares(described: "Manifest", streams: "Sequence[StreamSize]") -> list[_Part]:
+def _shares(described: "Manifest", streams: "Sequence[StreamSize]") -> list[_Share]:
     from farflock.node.run.fit import SHARED_MOMENTS
     from farflock.node.run.memory import VALUE_BYTES, moment_bytes, stage_parameters
     from farflock.node.train.run_size import state_bytes
@@ -51,10 +51,10 @@ def _shares(described: "Manifest", streams: "Sequence[StreamSize]") -> list[_Par
     if unfolded(plan.method)[0] in SHARED_MOMENTS:
         whole += moment_bytes(plan)
     if pipeline is None:
-        return [_Part(whole, streams)]
+        return [_Share(whole, streams)]
     parameters = plan.model.parameters()
     return [
-        _Part(
+        _Share(
             whole * stage_parameters(plan.model, span) // parameters,
             [each for each in streams if each.stream.endswith(f"/{stage}")],
         )
@@ -62,7 +62,7 @@ def _shares(described: "Manifest", streams: "Sequence[StreamSize]") -> list[_Par
     ]
 
 
-def _sum(share: _Part, members: int, bytes_per_s: float, step_s: float) -> dict[str, Any]:
+def _sum(share: _Share, members: int, bytes_per_s: float, step_s: float) -> dict[str, Any]:
     rounds = sum(_bytes_per_s(each, members, bytes_per_s, step_s) for each in share.streams)
     busy, alone_s = rounds / bytes_per_s, share.state_bytes / bytes_per_s
     return {

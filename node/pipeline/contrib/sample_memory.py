@@ -150,7 +150,7 @@ class Row:
     change: bytes
     kept: bool
 
-    def part(self, there: bytes) -> SampleDelta:
+    def delta(self, there: bytes) -> SampleDelta:
         """Encode the row for an end that holds the value with tag `there`."""
         if there == self.tag:
             return SampleDelta(HELD, self.tag, self.tag, b"")
@@ -185,15 +185,15 @@ class TrainerMemory:
         """Decode and remember an output relative to `known`; may raise `CorruptPayload`."""
         context = _context(self._edges, request, known.samples)
         latest, rows = dict(zip(known.samples, known.entries, strict=True)), []
-        for sample, part in zip(known.samples, self._end.parts(payload, context), strict=True):
-            values = None if part.kind == HELD else self._end.value(part, latest[sample], context)
+        for sample, delta in zip(known.samples, self._end.deltas(payload, context), strict=True):
+            values = None if delta.kind == HELD else self._end.value(delta, latest[sample], context)
             if values is None:
                 raise CorruptPayload(
                     f"the difference of sample {sample} is not from the value that is held here"
                 )
-            latest[sample] = CacheEntry(values, part.after, 0) if part.kind != FULL else None
-            change = bytes(part.payload) if part.kind == DIFFERENCE else b""
-            rows.append(Row(values, part.after, part.before, change, part.kind != FULL))
+            latest[sample] = CacheEntry(values, delta.after, 0) if delta.kind != FULL else None
+            change = bytes(delta.payload) if delta.kind == DIFFERENCE else b""
+            rows.append(Row(values, delta.after, delta.before, change, delta.kind != FULL))
         self._remember(request.stage, latest)
         self.counts.update("differences" if row.change else "whole samples" for row in rows)
         return tuple(rows)
@@ -201,12 +201,12 @@ class TrainerMemory:
     def handed(self, stage: int, server: str, samples: Sequence[int], rows: Sequence[Row]) -> bytes:
         """Encode a stage's input for this server life, relative to the values that it is known
         to hold."""
-        there, parts = self._there.setdefault(stage, {}), []
+        there, deltas = self._there.setdefault(stage, {}), []
         latest = {sample: there.get((server, sample), NO_TAG) for sample in samples}
         for sample, row in zip(samples, rows, strict=True):
-            parts.append(row.part(latest[sample]))
+            deltas.append(row.delta(latest[sample]))
             latest[sample] = row.tag if row.kept else NO_TAG
-        return written(parts)
+        return written(deltas)
 
     def taken(
         self,

@@ -21,7 +21,7 @@ class Coming:
 
     def split(self, length: int) -> "list[Coming]":
         """Return the parts of this length along dimension 0."""
-        return [Coming(part, self.filled) for part in torch.split(self.values, length)]
+        return [Coming(values, self.filled) for values in torch.split(self.values, length)]
 
 
 def coming(x: Tensor, *, ahead: bool) -> Coming:

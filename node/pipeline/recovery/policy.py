@@ -120,14 +120,14 @@ def _neighbours(now: Situation, stage: int) -> StateSource | str:
 
 def _end(now: Situation, stage: int) -> StateSource | str:
     first, last = now.ends
-    part, beside, held = ("embedding", 1, first) if stage == 0 else ("head", stage - 1, last)
+    end, beside, held = ("embedding", 1, first) if stage == 0 else ("head", stage - 1, last)
     if not held:
-        return f"{END}: no peer has an exact copy of its {part}"
+        return f"{END}: no peer has an exact copy of its {end}"
     if len(now.layers) == 1 or not now.living[beside]:
         return f"{DOUBLE}: its only neighbour is lost too"
     if now.layers[beside] != now.layers[stage]:
         return _unequal(now, stage, beside)
-    reason = f"copy of stage {beside}, and the exact copy of its {part}"
+    reason = f"copy of stage {beside}, and the exact copy of its {end}"
     return StateSource("copy", (beside,), now.round, reason)
 
 

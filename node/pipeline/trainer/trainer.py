@@ -58,8 +58,16 @@ class Trainer:
         )
         self._allowance = allowance or Allowance(terms.kept, terms.kept)
         self.commits = CommitTracker(peer.me, stage_directory, report, heard=self._heard)
-        parts = self.client, stage_directory, codecs, self.inputs, quarantine, self.commits
-        self._walker = Walker(*parts, report, self._spawn)
+        self._walker = Walker(
+            self.client,
+            stage_directory,
+            codecs,
+            self.inputs,
+            quarantine,
+            self.commits,
+            report,
+            self._spawn,
+        )
         self._depth = Depth(min(stage_directory.stages, terms.window), terms.window)
         self._flights: dict[int, InFlight] = {}
         self._walking: set[int] = set()

@@ -12,8 +12,8 @@ from farflock.experiments.placement.asymmetric import (
     MachineProfile,
     ModelCosts,
     assigned,
-    parts,
     split,
+    stage_shares,
 )
 
 GB = 1e9
@@ -134,17 +134,17 @@ def test_memory_decides_where_rates_are_equal():
 
 def test_a_slow_link_is_a_bottleneck_and_the_ends_carry_half():
     model = ModelCosts(6, GB, 0, 0, 0, edge_bytes=1e6)
-    first, inner, last = parts(model, (2, 2, 2))
+    first, inner, last = stage_shares(model, (2, 2, 2))
     slow = [machine(rate=100.0, up=1e6, down=3e6)]
     assert first.samples_per_s(slow) == last.samples_per_s(slow) == 1.0
     assert inner.samples_per_s(slow) == 0.5
-    (only,) = parts(model, (6,))
+    (only,) = stage_shares(model, (6,))
     assert only.samples_per_s(slow) == pytest.approx(100 / 6)
 
 
 def test_memory_is_counted_to_the_last_part():
     model = ModelCosts(6, 100, 30, 50, 0, edge_bytes=7, inner_bytes=2, microbatch=4, in_flight=5)
-    first, inner, last = parts(model, (1, 2, 3))
+    first, inner, last = stage_shares(model, (1, 2, 3))
     assert first.memory_bytes == 100 + 30 + 4 * 2
     assert inner.memory_bytes == 200 + 4 * (5 * 7 + 2 * 2)
     assert last.memory_bytes == 300 + 50 + 4 * (5 * 7 + 3 * 2)
@@ -164,7 +164,7 @@ def test_the_only_large_machine_is_kept_for_the_stage_that_no_other_can_hold():
         machine(rate=3, memory=2.5 * GB),
         machine(rate=2, memory=2.5 * GB),
     ]
-    found = assigned(parts(model, (2, 2)), machines, replicas=1)
+    found = assigned(stage_shares(model, (2, 2)), machines, replicas=1)
     assert found.machines == ((1, 2), (0,))
 
 
@@ -216,7 +216,7 @@ def test_more_machines_for_a_stage_never_make_it_slower(measured, doubled):
     more = [team * (1 + (stage == doubled)) for stage, team in enumerate(teams)]
 
     def slowest(teams):
-        stages = zip(parts(PLAIN, (4, 4, 4)), teams, strict=True)
+        stages = zip(stage_shares(PLAIN, (4, 4, 4)), teams, strict=True)
         return min(part.samples_per_s([machine(rate) for rate in team]) for part, team in stages)
 
     assert slowest(more) >= slowest(teams)

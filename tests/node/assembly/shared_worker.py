@@ -128,8 +128,8 @@ class World:
 
 
 def state_of(node):
-    parts, _ = checkpoint_state(node)
-    return {part: {name: x.clone() for name, x in held.items()} for part, held in parts.items()}
+    groups, _ = checkpoint_state(node)
+    return {part: {name: x.clone() for name, x in held.items()} for part, held in groups.items()}
 
 
 def same(one, other):
@@ -164,12 +164,12 @@ def local_steps_are_those_of_one_process(world, described, **how):
 
 
 def a_checkpoint_moves_between_one_process_and_two(world, described, node, folder):
-    parts, cursors = checkpoint_state(node)
+    groups, cursors = checkpoint_state(node)
     meta = {"run": "3", "step": node.step, "tokens": node.tokens, "node": cursors}
-    path = checkpoint.save(folder / "checkpoints", node.step, parts, meta)
+    path = checkpoint.save(folder / "checkpoints", node.step, groups, meta)
     for shared in (False, True):  # the last one ends the shards that are read here
         loaded, _, _ = world.trained(described, shared, checkpoint.load(path))
-        same(loaded, checkpoint.load(path).parts)
+        same(loaded, checkpoint.load(path).groups)
 
 
 def the_leader_measures_what_one_process_does(world, described):

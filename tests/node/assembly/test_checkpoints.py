@@ -131,7 +131,7 @@ def test_in_the_middle_of_a_long_step_the_state_before_it_is_saved(bench, text, 
         await asyncio.to_thread(begun.wait)
         saved = checkpoint.load(await keeper.save())
         assert saved.step == 0
-        assert all(torch.equal(saved.parts["model"][name], x) for name, x in before.items())
+        assert all(torch.equal(saved.groups["model"][name], x) for name, x in before.items())
         node.loop.stop()
         over.set()
         await running
@@ -219,7 +219,7 @@ def test_a_checkpoint_is_of_the_moment_at_which_it_was_begun(
                 if node.loop.step == 10:
                     for name, part in checkpoint_state(node)[0].items():
                         expected[name] = safetensors.torch.save(dict(part))
-                    for name, cut in keeper.cut().parts.items():
+                    for name, cut in keeper.cut().groups.items():
                         found[name], readers[name] = cut.head, cut.read()
                 for name, reader in readers.items():
                     found[name] += take(reader, 1)
@@ -268,7 +268,7 @@ def test_a_checkpoint_of_a_stage_is_of_its_own_weights_and_not_of_those_of_a_pas
             return own, await keeper.save()
 
     own, folder = asyncio.run(main())
-    saved = checkpoint.load(folder).parts["replica"]
+    saved = checkpoint.load(folder).groups["replica"]
     assert {name: x for name, x in saved.items() if name.startswith("param.")}.keys() == {
         f"param.{name}" for name in own
     }

@@ -4,7 +4,6 @@ The accelerator is worlds/card.py. Its attention and norms are not the fused one
 local steps differ by rounding; what peers agree on does not.
 """
 
-import asyncio
 import copy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,9 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from worlds.card import CARD, OutOfMemory, probabilities_bytes
-from worlds.waiting import until
 
-from farflock.node.assembly.resume import checkpoint_state, load_state
+from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.model.data import evaluation
 from farflock.node.model.device import choose
 from farflock.node.model.evaluation import losses
@@ -24,7 +22,6 @@ from farflock.node.state import checkpoint
 from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.method import Progress
-from farflock.swarm.sim.virtual_time import run_virtual
 
 STEP = 2 * 32  # tokens
 TOKENS = 10 * STEP
@@ -37,25 +34,6 @@ OPTIONS = {
     "flexdemo": ALL,
 }
 EVERY_DAY = ("ddp", "diloco", "local", "sparseloco")
-
-
-def alone(bench, tokens=TOKENS, device=None, saved=None, change=lambda node: None):
-    """Return a lone node after these tokens, from the start or from a checkpoint, and with this
-    change."""
-
-    async def main():
-        async with bench.peer(0).running() as peer:
-            node = bench.node(peer, device=device)
-            change(node)
-            node.peer.found()
-            if saved is None:
-                node.state_sync.open()
-            else:
-                load_state(node, saved)
-            await node.loop.run(tokens)
-            return node
-
-    return run_virtual(main())
 
 
 def out_of_memory_in(step):
@@ -84,19 +62,19 @@ def out_of_memory_in(step):
 
 def state_of(node):
     """Return all that a checkpoint holds, on the CPU."""
-    parts, _cursors = checkpoint_state(node)
-    return {part: {name: x.clone() for name, x in held.items()} for part, held in parts.items()}
+    groups, _cursors = checkpoint_state(node)
+    return {group: {name: x.clone() for name, x in held.items()} for group, held in groups.items()}
 
 
 def close(one, other, rounding=1e-9):
     """Raise `AssertionError` unless two states are equal within rounding of a few steps."""
     assert one.keys() == other.keys()
-    for part, held in one.items():
-        assert held.keys() == other[part].keys()
+    for group, held in one.items():
+        assert held.keys() == other[group].keys()
         for name, x in held.items():
-            away = (x.double() - other[part][name].double()).norm()
-            least = rounding if part == "personal" else 1e-9
-            assert away <= 1e-2 * other[part][name].double().norm() + least, f"{part} {name}"
+            away = (x.double() - other[group][name].double()).norm()
+            least = rounding if group == "personal" else 1e-9
+            assert away <= 1e-2 * other[group][name].double().norm() + least, f"{group} {name}"
 
 
 @pytest.mark.parametrize(
@@ -108,31 +86,11 @@ def close(one, other, rounding=1e-9):
 )
 def test_a_lone_node_on_the_card_ends_where_one_on_the_cpu_does(bench, text, single, method):
     made = bench(text, method, total=TOKENS, **OPTIONS.get(method, {}))
-    there, here = alone(made, device=single), alone(made)
+    there, here = made.alone(device=single), made.alone()
     assert all(x.device.type != "cpu" for x in there.model.parameters())
     assert there.last_loss == pytest.approx(here.last_loss, rel=1e-4)
     # DeMo sends its momentum as it is here, so what is left of it is rounding itself.
     close(state_of(there), state_of(here), 1e-6 if OPTIONS.get(method) is ALL else 1e-9)
-
-
-def together(bench, *devices):
-    """Return two nodes that trained together, one after the other's start."""
-
-    async def main():
-        first, second = (bench.peer(number) for number in range(2))
-        async with first.running(), second.running():
-            nodes = [
-                bench.node(peer, device=device)
-                for peer, device in zip((first, second), devices, strict=True)
-            ]
-            nodes[0].found()
-            founder = asyncio.create_task(nodes[0].run(bench.total))
-            await until(lambda: nodes[0].step >= 3)
-            await nodes[1].join([bench.record(0)], 60.0)
-            await asyncio.gather(founder, nodes[1].run(bench.total))
-            return nodes
-
-    return run_virtual(main())
 
 
 @pytest.mark.parametrize(
@@ -142,7 +100,7 @@ def together(bench, *devices):
 def test_a_peer_on_the_card_and_one_on_the_cpu_end_with_one_state(bench, text, single, on_card):
     made = bench(text, peers=2, total=4 * TOKENS, period=5, codec="int8")
     devices = [single if number in on_card else None for number in range(2)]
-    nodes = together(made, *devices)
+    nodes = made.together(devices)
     first, second = (state_of(node)["method"] for node in nodes)
     assert nodes[0].loop.driver.position == nodes[1].loop.driver.position
     assert first.keys() == second.keys()
@@ -153,13 +111,13 @@ def test_a_peer_on_the_card_and_one_on_the_cpu_end_with_one_state(bench, text, s
 def test_a_checkpoint_goes_on_wherever_it_was_written(bench, text, single, tmp_path, from_card):
     made = bench(text, total=TOKENS, period=5, codec="int8", feedback=0.9)
     first, second = (single, None) if from_card else (None, single)
-    node = alone(made, TOKENS // 2, first)
-    parts, cursors = checkpoint_state(node)
-    saved = checkpoint.load(checkpoint.save(tmp_path, node.step, parts, {"node": cursors}))
-    for part, held in state_of(node).items():
-        assert all(torch.equal(x, saved.parts[part][name]) for name, x in held.items()), part
-    resumed = alone(made, device=second, saved=saved)
-    assert resumed.last_loss == pytest.approx(alone(made).last_loss, rel=1e-3)
+    node = made.alone(TOKENS // 2, first)
+    groups, cursors = checkpoint_state(node)
+    saved = checkpoint.load(checkpoint.save(tmp_path, node.step, groups, {"node": cursors}))
+    for group, held in state_of(node).items():
+        assert all(torch.equal(x, saved.groups[group][name]) for name, x in held.items()), group
+    resumed = made.alone(device=second, saved=saved)
+    assert resumed.last_loss == pytest.approx(made.alone().last_loss, rel=1e-3)
 
 
 def copies_of_a_step(node):
@@ -173,7 +131,7 @@ STEP_COPIES = 2 * 2 * 32 * 8, 4  # inputs and targets, int64; the loss
 
 
 def test_a_step_copies_tokens_there_and_one_number_back(bench, text, card):
-    node = alone(bench(text, "local"), STEP, choose())
+    node = bench(text, "local").alone(STEP, choose())
     assert copies_of_a_step(node) == STEP_COPIES
 
 
@@ -181,7 +139,7 @@ def test_a_step_copies_tokens_there_and_one_number_back(bench, text, card):
     "detour", [lambda x: x.cpu().to(x.device), lambda x: x + float(x.detach().sum()) * 0]
 )
 def test_a_detour_over_the_cpu_would_be_found(bench, text, card, detour):
-    node = alone(bench(text, "local"), STEP, choose())
+    node = bench(text, "local").alone(STEP, choose())
     layer = node.model.blocks()[0]
     compute = layer.forward
     layer.forward = lambda x, *angles: compute(detour(x), *angles)
@@ -189,7 +147,7 @@ def test_a_detour_over_the_cpu_would_be_found(bench, text, card, detour):
 
 
 def test_a_mixture_of_devices_would_be_found(bench, text, card):
-    node = alone(bench(text, "local"), STEP, choose())
+    node = bench(text, "local").alone(STEP, choose())
     layer = node.model.blocks()[0]
     compute = layer.forward
     layer.forward = lambda x, *angles: compute(x + torch.zeros(x.shape), *angles)
@@ -200,14 +158,14 @@ def test_a_mixture_of_devices_would_be_found(bench, text, card):
 def test_a_round_copies_the_weights_twice_and_never_all_at_once(bench, text, single, card):
     made = bench(text, total=TOKENS, period=5)
     CARD.reset_counters()
-    weights = 4 * sum(x.numel() for x in alone(made, device=single).model.parameters())
+    weights = 4 * sum(x.numel() for x in made.alone(device=single).model.parameters())
     rounds = TOKENS // STEP // 5
     assert CARD.from_card_bytes <= (2 * rounds + 2) * weights
     assert CARD.largest_from_card_bytes < weights / 2
 
 
 def test_losses_and_text_are_those_of_the_cpu(bench, text, accelerator):
-    here = alone(bench(text, "local", total=TOKENS)).model
+    here = bench(text, "local", total=TOKENS).alone().model
     there = copy.deepcopy(here).to(accelerator)
     x, y = evaluation(text.sources[0].read(0), 32, 4)
     torch.testing.assert_close(losses(there, x, y), losses(here, x, y))
@@ -216,7 +174,7 @@ def test_losses_and_text_are_those_of_the_cpu(bench, text, accelerator):
 
 
 def test_in_lower_precision_it_still_trains(bench, text, accelerator):
-    node = alone(bench(text, "local", total=8 * TOKENS), 2 * TOKENS, choose())
+    node = bench(text, "local", total=8 * TOKENS).alone(2 * TOKENS, choose())
     assert node.loop.training_task.device.precision == "bf16"
     assert node.last_loss < 5.0  # of 5.5 without training
     assert all(x.dtype == torch.float32 for x in node.model.parameters())
@@ -227,9 +185,9 @@ def test_out_of_memory_in_step_7_loses_no_sample_and_counts_no_step_twice(
     bench, text, single, method, card
 ):
     made = bench(text, method, total=TOKENS, **OPTIONS[method])
-    whole = alone(made, device=single)
-    found = alone(made, device=single, change=out_of_memory_in(7))
-    assert found.loop.training_task.parts.at_once == 1
+    whole = made.alone(device=single)
+    found = made.alone(device=single, change=out_of_memory_in(7))
+    assert found.loop.training_task.groups.at_once == 1
     assert found.loop.training_task.batches.begun == [*range(8), 7, 8, 9]
     assert (found.step, found.tokens) == (whole.step, whole.tokens) == (10, 640)
     assert found.last_loss == pytest.approx(whole.last_loss, rel=1e-5)
@@ -241,7 +199,7 @@ def test_a_run_in_parts_that_fit_a_small_card_ends_with_the_loss_of_whole_batche
 ):
     made = bench(text, total=6 * 256, period=3)
     made.plan = replace(made.plan, batch=8)
-    whole = alone(made, 6 * 256, single)
+    whole = made.alone(6 * 256, single)
     state = state_of(whole)
     loss = whole.last_loss
     del whole
@@ -249,8 +207,8 @@ def test_a_run_in_parts_that_fit_a_small_card_ends_with_the_loss_of_whole_batche
     CARD.reset_counters()
     room = needed_device_bytes(made.plan, StepChoices(2, on_device=True, is_lower=False))
     CARD.leave_free(room + probabilities_bytes(made.plan, 2))
-    found = alone(made, 6 * 256, single)
-    assert found.loop.training_task.parts.at_once == 2
+    found = made.alone(6 * 256, single)
+    assert found.loop.training_task.groups.at_once == 2
     assert CARD.peak_bytes <= CARD.capacity_bytes
     assert found.last_loss == pytest.approx(loss, rel=1e-5)
     close(state_of(found), state)
@@ -260,7 +218,7 @@ def test_a_run_in_parts_that_fit_a_small_card_ends_with_the_loss_of_whole_batche
 def test_two_peers_of_which_one_has_no_bf16_end_with_one_state(bench, text, card):
     CARD.has_bf16 = False
     made = bench(text, peers=2, total=6 * TOKENS, period=5, codec="int8")
-    nodes = together(made, choose(), None)
+    nodes = made.together((choose(), None))
     assert nodes[0].loop.training_task.device.precision == "fp16"
     first, second = (state_of(node)["method"] for node in nodes)
     assert nodes[0].loop.driver.position == nodes[1].loop.driver.position

@@ -1,15 +1,13 @@
 """Nodes whose outer state is on the device that trains, worlds/card.py or a real one: only payloads
 travel, and what peers agree on does not depend on where it is kept."""
 
-import asyncio
 import math
 
 import pytest
 import torch
 from worlds.card import CARD, is_on_device
-from worlds.waiting import until
 
-from farflock.node.assembly.resume import checkpoint_state, load_state
+from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.model.replica import PlainReplica
 from farflock.node.state import checkpoint
 from farflock.optimizers.parts.state import state_hash
@@ -25,24 +23,6 @@ OPTIONS = {
 }
 PAYLOAD_SHARE = 0.6  # of the weights: bf16 and its frame, the widest payload here, each way
 HASHED = 2  # states: phi and momentum
-
-
-def alone(bench, tokens, device, outer="device", saved=None, seen=lambda node: None):
-    """A lone node after these tokens, from the start or from a checkpoint."""
-
-    async def main():
-        async with bench.peer(0).running() as peer:
-            node = bench.node(peer, device=device, outer=outer)
-            node.peer.found()
-            if saved is None:
-                node.state_sync.open()
-            else:
-                load_state(node, saved)
-            await node.loop.run(tokens)
-            seen(node)
-            return node
-
-    return run_virtual(main())
 
 
 def method_state(node):
@@ -61,13 +41,13 @@ def same(one, other):
 @pytest.mark.parametrize("method", OPTIONS)
 def test_wherever_outer_state_is_a_run_has_the_same_bits(bench, text, single, method):
     made = bench(text, method, total=TOKENS, **OPTIONS[method])
-    states = [method_state(alone(made, TOKENS, single, outer)) for outer in ("device", "host")]
+    states = [method_state(made.alone(TOKENS, single, outer=outer)) for outer in ("device", "host")]
     assert same(*states)
 
 
 def test_the_state_is_on_the_card_and_so_is_all_that_a_round_computes(bench, text, single):
     made = bench(text, total=TOKENS, **OPTIONS["diloco"])
-    node = alone(made, TOKENS, single)
+    node = made.alone(TOKENS, single, outer="device")
     state = checkpoint_state(node)[0]["method"]
     large = [x for name, x in state.items() if x.dim()]
     assert large
@@ -83,7 +63,7 @@ class Counted:
         self.weights = 4 * made.plan.model.parameters()
         CARD.reset_counters()
         steps = 2 * 2 * 32 * 8 * (TOKENS // 64)  # tokens and targets
-        alone(made, TOKENS, single, outer)
+        made.alone(TOKENS, single, outer=outer)
         self.to_card = CARD.to_card_bytes - steps - self.weights  # the model's first journey
         self.from_card = CARD.from_card_bytes
 
@@ -120,26 +100,6 @@ def test_a_copy_of_the_whole_model_is_found(bench, text, single, monkeypatch, wh
     assert not counted.travels_as_payloads(0.3)
 
 
-def together(bench, devices):
-    """Two nodes that trained together, the second of which joined; None: a node on the CPU."""
-
-    async def main():
-        first, second = (bench.peer(number) for number in range(2))
-        async with first.running(), second.running():
-            nodes = [
-                bench.node(peer, device=device, outer="device" if device else "host")
-                for peer, device in zip((first, second), devices, strict=True)
-            ]
-            nodes[0].found()
-            founder = asyncio.create_task(nodes[0].run(bench.total))
-            await until(lambda: nodes[0].step >= 3)
-            await nodes[1].join([bench.record(0)], 60.0)
-            await asyncio.gather(founder, nodes[1].run(bench.total))
-            return nodes
-
-    return run_virtual(main())
-
-
 @pytest.mark.parametrize(
     ("method", "founder"),
     [
@@ -152,7 +112,7 @@ def together(bench, devices):
 )
 def test_a_state_on_a_card_and_one_on_a_cpu_end_as_one(bench, text, single, method, founder):
     made = bench(text, method, peers=2, total=3 * TOKENS, **OPTIONS[method])
-    nodes = together(made, (single, None) if founder else (None, single))
+    nodes = made.together((single, None) if founder else (None, single), "device")
     states = [method_state(node) for node in nodes]
     assert nodes[0].loop.driver.position == nodes[1].loop.driver.position
     assert same(*states)
@@ -193,7 +153,7 @@ def test_a_checkpoint_goes_on_wherever_outer_state_is_kept(bench, text, single, 
         folder = checkpoint.save(tmp_path, node.step, parts, {"node": cursors})
         saved.append(checkpoint.load(folder))
 
-    alone(made, TOKENS // 2, single, first, seen=save)
+    made.alone(TOKENS // 2, single, outer=first, seen=save)
     second = {"device": "host", "host": "device"}[first]
-    resumed = alone(made, TOKENS, single, second, saved[0])
-    assert same(method_state(resumed), method_state(alone(made, TOKENS, single, first)))
+    resumed = made.alone(TOKENS, single, outer=second, saved=saved[0])
+    assert same(method_state(resumed), method_state(made.alone(TOKENS, single, outer=first)))

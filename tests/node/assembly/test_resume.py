@@ -24,8 +24,8 @@ EVERY_DAY = {("diloco", 1700), ("lean", 1700)}
 
 
 def write(node, folder):
-    parts, cursors = checkpoint_state(node)
-    return checkpoint.load(checkpoint.save(folder, node.loop.step, parts, {"node": cursors}))
+    groups, cursors = checkpoint_state(node)
+    return checkpoint.load(checkpoint.save(folder, node.loop.step, groups, {"node": cursors}))
 
 
 async def begun(bench, node, until):
@@ -78,11 +78,11 @@ def test_one_peer_alone_goes_on_bit_by_bit(bench, text, tmp_path, method, at):
     assert found.meta == expected.meta
     assert found.step == expected.step
     # a coarse return codec leaves something out
-    assert bool(found.parts["reducer"]) == (method == "lean")
-    for part, tensors in expected.parts.items():
-        assert tensors.keys() == found.parts[part].keys()
+    assert bool(found.groups["reducer"]) == (method == "lean")
+    for group, tensors in expected.groups.items():
+        assert tensors.keys() == found.groups[group].keys()
         for name, tensor in tensors.items():
-            assert torch.equal(tensor, found.parts[part][name]), f"{part}/{name}"
+            assert torch.equal(tensor, found.groups[group][name]), f"{group}/{name}"
 
 
 def with_pending(bench, node):
@@ -189,23 +189,23 @@ def test_a_peer_that_rejoins_a_swarm_takes_only_its_cursor_and_moments(bench, te
     same(before, after)
 
 
-@pytest.mark.parametrize("part", ["replica", "method", "personal"])
-def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(bench, text, tmp_path, part):
+@pytest.mark.parametrize("group", ["replica", "method", "personal"])
+def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(bench, text, tmp_path, group):
     made = bench(text, "diloco")
 
     async def main():
         async with made.peer(0).running() as peer:
             node = await begun(made, made.node(peer), 128)
-            parts, cursors = checkpoint_state(node)
-            parts[part] = {
+            groups, cursors = checkpoint_state(node)
+            groups[group] = {
                 name: tensor
-                for name, tensor in parts[part].items()
+                for name, tensor in groups[group].items()
                 if not name.endswith(("embed", "since"))
             }
-            parts[part] = {
-                name.replace("embed", "other"): tensor for name, tensor in parts[part].items()
+            groups[group] = {
+                name.replace("embed", "other"): tensor for name, tensor in groups[group].items()
             }
-            saved = checkpoint.load(checkpoint.save(tmp_path, 1, parts, {"node": cursors}))
+            saved = checkpoint.load(checkpoint.save(tmp_path, 1, groups, {"node": cursors}))
             load_state(made.node(peer), saved)
 
     with pytest.raises(CheckpointCorrupt, match="does not fit this run"):

@@ -5,32 +5,14 @@ import torch
 from operators import Operators
 from worlds.card import CARD
 
-from farflock.node.assembly.resume import checkpoint_state, load_state
+from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.model.device import Device, choose
 from farflock.node.model.step_options import StepOptions
 from farflock.node.state import checkpoint
 from farflock.optimizers.method import Progress
-from farflock.swarm.sim.virtual_time import run_virtual
 
 TOKENS = 640
 SMALL = ("bf16", "int8")
-
-
-def alone(bench, tokens=TOKENS, saved=None, **choices):
-    """Return a lone node after these tokens, from the start or from a checkpoint."""
-
-    async def main():
-        async with bench.peer(0).running() as peer:
-            node = bench.node(peer, **choices)
-            node.peer.found()
-            if saved is None:
-                node.state_sync.open()
-            else:
-                load_state(node, saved)
-            await node.loop.run(tokens)
-            return node
-
-    return run_virtual(main())
 
 
 def weights_of(node):
@@ -43,7 +25,7 @@ def same(one, other):
 
 def test_checkpointing_changes_no_bit_of_a_run(bench, text):
     made = bench(text, total=TOKENS, period=5, codec="int8")
-    plain, ours = alone(made), alone(made, step_options=StepOptions(checkpointing="on"))
+    plain, ours = made.alone(), made.alone(step_options=StepOptions(checkpointing="on"))
     assert ours.model.checkpointing
     assert ours.last_loss == plain.last_loss
     assert same(weights_of(ours), weights_of(plain))
@@ -52,9 +34,9 @@ def test_checkpointing_changes_no_bit_of_a_run(bench, text):
 @pytest.mark.parametrize("method", ["diloco", "lean"])
 def test_with_small_moments_a_node_learns_as_much(bench, text, method):
     made = bench(text, method, total=4 * TOKENS)
-    start, plain = (alone(made, tokens).last_loss for tokens in (64, 4 * TOKENS))
+    start, plain = (made.alone(tokens).last_loss for tokens in (64, 4 * TOKENS))
     for moments in SMALL:
-        ours = alone(made, 4 * TOKENS, step_options=StepOptions(moments=moments)).last_loss
+        ours = made.alone(4 * TOKENS, step_options=StepOptions(moments=moments)).last_loss
         assert start - ours == pytest.approx(start - plain, rel=0.05)
         assert ours != plain
 
@@ -62,13 +44,13 @@ def test_with_small_moments_a_node_learns_as_much(bench, text, method):
 @pytest.mark.parametrize("moments", SMALL)
 def test_a_node_with_small_moments_resumes_as_if_it_had_not_stopped(bench, text, tmp_path, moments):
     made, choice = bench(text, total=TOKENS, period=5), StepOptions(moments=moments)
-    half = alone(made, TOKENS // 2, step_options=choice)
+    half = made.alone(TOKENS // 2, step_options=choice)
     parts, cursors = checkpoint_state(half)
     assert all(x.dtype == torch.float32 for x in parts["inner"].values())
     saved = checkpoint.load(checkpoint.save(tmp_path, half.step, parts, {"node": cursors}))
-    resumed = alone(made, saved=saved, step_options=choice)
-    assert same(weights_of(resumed), weights_of(alone(made, step_options=choice)))
-    other = alone(made, saved=saved)  # with moments in float32
+    resumed = made.alone(saved=saved, step_options=choice)
+    assert same(weights_of(resumed), weights_of(made.alone(step_options=choice)))
+    other = made.alone(saved=saved)  # with moments in float32
     assert other.last_loss == pytest.approx(resumed.last_loss, rel=1e-2)
 
 
@@ -81,19 +63,19 @@ def operators_of_a_step(node):
 def test_a_device_takes_fused_steps_unless_all_replicas_take_the_same(bench, text, card):
     single = Device(card, "Double Card", "fp32")
     made = bench(text, total=256, period=2)
-    node, plain = alone(made, 256, device=single), alone(made, 256)
+    node, plain = made.alone(256, device=single), made.alone(256)
     assert "_fused_adamw_" in operators_of_a_step(node)
     assert "_fused_adamw_" not in operators_of_a_step(plain)
     for name, x in weights_of(plain).items():
         assert (weights_of(node)[name] - x).norm() <= 1e-2 * x.norm()
     shared = bench(text, "ddp", total=64, codec="bf16")
-    assert "_fused_adamw_" not in operators_of_a_step(alone(shared, 64, device=single))
+    assert "_fused_adamw_" not in operators_of_a_step(shared.alone(64, device=single))
 
 
 @pytest.mark.parametrize("moments", ["fp32", *SMALL])
 def test_on_a_device_moments_stay_there(bench, text, card, moments):
     choice = StepOptions(checkpointing="on", moments=moments)
-    node = alone(bench(text, "local"), 128, device=choose(), step_options=choice)
+    node = bench(text, "local").alone(128, device=choose(), step_options=choice)
     CARD.reset_counters()
     float(node.loop.train_one(Progress(node.step, node.step, node.tokens)))  # reads the loss
     assert CARD.to_card_bytes == 2 * 2 * 32 * 8  # tokens and targets

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.node.data import documents
-from farflock.node.data.documents import BadDocuments, cut_parts, read_documents
+from farflock.node.data.documents import BadDocuments, cut_passages, read_documents
 from farflock.node.data.sources import find_files
 
 
 def read(path, field="text"):
     """The texts of a file, and what is said of those that cannot be read."""
     (file,) = find_files([str(path)]).files
-    parts = list(read_documents(file, field))
-    faults = [part.fault for part in parts if part.fault]
-    return [part.raw for part in parts if not part.fault], faults
+    passages = list(read_documents(file, field))
+    faults = [passage.fault for passage in passages if passage.fault]
+    return [passage.raw for passage in passages if not passage.fault], faults
 
 
 def rows(table):
@@ -25,21 +25,21 @@ def rows(table):
 
 @given(
     text=st.text(alphabet="ab \né한😀", max_size=60),
-    part=st.integers(4, 12),
+    passage=st.integers(4, 12),
     cuts=st.lists(st.integers(0, 200), max_size=4),
 )
-def test_a_text_is_cut_before_white_space_and_nothing_is_lost(text, part, cuts):
+def test_a_text_is_cut_before_white_space_and_nothing_is_lost(text, passage, cuts):
     raw = text.encode()
     places = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
     blocks = [raw[start:end] for start, end in pairwise(places)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "PART_BYTES", part)
-        parts = list(cut_parts(blocks))
-        assert parts == list(cut_parts([raw])), "blocks do not matter"
-    assert b"".join(parts) == raw
-    assert all(0 < len(each) <= part for each in parts)
-    assert all(each.decode() is not None for each in parts), "no character is cut"
-    for before, after in pairwise(parts):
+        patch.setattr(documents, "PART_BYTES", passage)
+        passages = list(cut_passages(blocks))
+        assert passages == list(cut_passages([raw])), "blocks do not matter"
+    assert b"".join(passages) == raw
+    assert all(0 < len(each) <= passage for each in passages)
+    assert all(each.decode() is not None for each in passages), "no character is cut"
+    for before, after in pairwise(passages):
         assert after[:1].isspace() or not any(b in b" \n" for b in before[1:])
 
 
@@ -134,13 +134,13 @@ def test_parts_are_numbered_and_say_how_far_the_file_is_read(tmp_path, monkeypat
     monkeypatch.setattr(documents, "PART_BYTES", 8)
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n{"text": "four"}\n')
     (file,) = find_files([str(tmp_path / "a.jsonl")]).files
-    parts = list(read_documents(file, "text"))
-    assert [(part.raw, part.number) for part in parts] == [
+    passages = list(read_documents(file, "text"))
+    assert [(passage.raw, passage.number) for passage in passages] == [
         (b"one two", 0),
         (b" three", 1),
         (b"four", 0),
     ]
-    assert parts[-1].read_bytes == file.size
+    assert passages[-1].read_bytes == file.size
 
 
 def test_a_file_that_is_written_to_meanwhile_is_refused(tmp_path):

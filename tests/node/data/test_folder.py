@@ -79,7 +79,7 @@ def test_a_file_of_another_length_is_refused_before_anything_is_read(content, ch
 
 
 def test_a_page_that_is_missing_or_damaged_is_refused(content):
-    (name,) = content.index.parts[0].train.pages
+    (name,) = content.index.increments[0].train.pages
     path = content.folder / "pages" / name
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(BadIndex, match="is damaged; copy it again"):
@@ -91,27 +91,27 @@ def test_a_page_that_is_missing_or_damaged_is_refused(content):
 
 def rewritten(content, page=None, **lies):
     """The folder with an index that lies about its shards to train on."""
-    (part,) = content.index.parts
-    train = msgspec.structs.replace(part.train, **lies)
+    (increment,) = content.index.increments
+    train = msgspec.structs.replace(increment.train, **lies)
     if page is not None:
         name = digest_of(page).hex()
         (content.folder / "pages" / name).write_bytes(page)
         train = msgspec.structs.replace(train, pages=(name,))
-    parts = (msgspec.structs.replace(part, train=train),)
-    index = msgspec.structs.replace(content.index, parts=parts)
+    increments = (msgspec.structs.replace(increment, train=train),)
+    index = msgspec.structs.replace(content.index, increments=increments)
     (content.folder / "index.json").write_bytes(index.encode())
     return content.folder
 
 
 @pytest.mark.parametrize("name", ["tokens", "documents"])
 def test_an_index_that_lies_about_counts_is_refused(content, name):
-    said = getattr(content.index.parts[0].train, name)
+    said = getattr(content.index.increments[0].train, name)
     with pytest.raises(BadIndex, match=f"the index says {said + 1:,} {name}, and its pages list"):
         PreparedFolder(rewritten(content, **{name: said + 1}))
 
 
 def test_a_page_that_lies_about_documents_is_found_when_the_shard_is_read(content):
-    (name,) = content.index.parts[0].train.pages
+    (name,) = content.index.increments[0].train.pages
     entries = np.frombuffer((content.folder / "pages" / name).read_bytes(), dtype=ENTRY).copy()
     entries["documents"][0] += 1
     documents = int(entries["documents"].sum())
@@ -162,8 +162,14 @@ def test_what_is_no_index_is_refused_in_one_sentence(raw, sentence):
     ids=range(7),
 )
 def test_an_index_that_contradicts_itself_is_refused(change):
-    part = {"train": {"shards": 1, "pages": ["0" * 64]}, "held_out": {}}
-    good = {"version": 1, "vocabulary": 256, "end_of_text": 255, "held_out": 0.0, "parts": [part]}
+    increment = {"train": {"shards": 1, "pages": ["0" * 64]}, "held_out": {}}
+    good = {
+        "version": 1,
+        "vocabulary": 256,
+        "end_of_text": 255,
+        "held_out": 0.0,
+        "parts": [increment],
+    }
     assert read_index(msgspec.json.encode(good), "here").totals("train").shards == 1
     with pytest.raises(BadIndex, match="does not describe prepared data"):
         read_index(msgspec.json.encode(good | change), "here")

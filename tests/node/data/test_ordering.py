@@ -33,7 +33,7 @@ def test_the_order_does_not_depend_on_how_documents_came():
 def test_parts_of_a_text_follow_each_other():
     found = identities(*((b"%d" % number, b"x", b"y") for number in range(20)))
     ordered = found[in_order(found)]
-    assert ordered["part"].tolist() == [0, 1, 2] * 20
+    assert ordered["passage"].tolist() == [0, 1, 2] * 20
 
 
 def test_equal_documents_are_neighbours_and_others_differ():

@@ -166,10 +166,10 @@ def test_a_long_text_becomes_parts_that_keep_their_order(tmp_path, monkeypatch):
     (tmp_path / "long.txt").write_text(text)
     (tmp_path / "other.txt").write_text("another")
     made = prepared(tmp_path / "*.txt", tmp_path / "out", held_out=0)
-    parts = [each for each in documents(made.content) if each != b"another"]
-    assert b"".join(parts) == text.encode()
-    assert len(parts) > 10
-    assert made.content.index.totals("train").documents == len(parts) + 1
+    increments = [each for each in documents(made.content) if each != b"another"]
+    assert b"".join(increments) == text.encode()
+    assert len(increments) > 10
+    assert made.content.index.totals("train").documents == len(increments) + 1
 
 
 def test_parts_keep_their_order_though_the_process_is_killed_between_them(
@@ -243,7 +243,7 @@ def test_added_documents_are_a_part_of_their_own_and_the_shards_before_stay(text
     (texts / "again.txt").write_bytes((texts / "00.txt").read_bytes())
     made = prepared(texts, tmp_path / "out", held_out=0.1, adds=True)
     assert made.content.root != root
-    assert len(made.content.index.parts) == 2
+    assert len(made.content.index.increments) == 2
     assert made.duplicates == 101, "what is there already is not written again"
     assert sorted(documents(made.content) + documents(made.content, "held-out")) == sorted(
         [*{*sources(texts)}]

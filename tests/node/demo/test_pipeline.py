@@ -166,8 +166,8 @@ def left(tmp_path):
             if filled is not None:
                 tensors = {name: torch.full_like(x, filled) for name, x in tensors.items()}
             where = folder_of(RunFolder(folder), f"stage:{stage}")
-            parts = {"model": {name: x.detach() for name, x in tensors.items()}}
-            checkpoint.save(where, tokens, parts, {"tokens": tokens})
+            groups = {"model": {name: x.detach() for name, x in tensors.items()}}
+            checkpoint.save(where, tokens, groups, {"tokens": tokens})
         return Child(name, folder, SimpleNamespace(returncode=0, poll=lambda: 0), killed)
 
     return write
@@ -234,6 +234,6 @@ def test_the_report_holds_the_pipelines_model_against_the_unsplit_one_on_the_fou
     )
     assert facts["bytes_per_peer"] == 700
     assert facts["tokens"] == 24 * 8 * 4 * 64
-    written = checkpoint.load(checkpoint.latest(tmp_path / "checkpoints").folder).parts["model"]
+    written = checkpoint.load(checkpoint.latest(tmp_path / "checkpoints").folder).groups["model"]
     expected = assembled(pipeline_manifest(24).plan(), STAGES, children)
     assert all(torch.equal(written[name], x) for name, x in expected.named_parameters())

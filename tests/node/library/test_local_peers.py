@@ -11,7 +11,7 @@ from farflock.node.library.presence import ExternalStep, JoinRequest
 from farflock.node.model.replica import PlainReplica
 from farflock.node.run.user_terms import fingerprint, wish
 from farflock.swarm.compute import inline
-from farflock.swarm.peer.peer import PART_S
+from farflock.swarm.peer.peer import STAY_S
 from farflock.swarm.sim.virtual_time import run_virtual
 
 COUNT = 8
@@ -61,4 +61,4 @@ def test_a_peer_that_has_left_is_gone_to_the_others_at_once():
         return await asyncio.gather(*map(live, range(2)))
 
     took_s, _ = run_virtual(all_lives())
-    assert took_s < PART_S + 1.0
+    assert took_s < STAY_S + 1.0

@@ -28,7 +28,7 @@ def test_a_checkpoint_of_four_stages_loads_into_any_number(tmp_path, after):
     saved = []
     for index, span in enumerate(even(CONFIG, 4)):
         folder = checkpoint.save(tmp_path / str(index), 9, {"replica": moments_of(span)}, {})
-        saved.append(checkpoint.load(folder).parts["replica"])
+        saved.append(checkpoint.load(folder).groups["replica"])
     whole = joined(saved)
     for span in even(CONFIG, after):
         part, expected = cut(whole, CONFIG, span), moments_of(span)

@@ -104,11 +104,11 @@ def test_if_nobody_sends_it_the_run_is_refused(content, cache):
 
 def index_with(content, **change):
     """An index that lists something else, and its root."""
-    part = msgspec.structs.replace(
-        content.index.parts[0],
-        train=msgspec.structs.replace(content.index.parts[0].train, **change),
+    increment = msgspec.structs.replace(
+        content.index.increments[0],
+        train=msgspec.structs.replace(content.index.increments[0].train, **change),
     )
-    raw = msgspec.structs.replace(content.index, parts=(part,)).encode()
+    raw = msgspec.structs.replace(content.index, increments=(increment,)).encode()
     return raw, root_of(raw)
 
 
@@ -119,13 +119,13 @@ def lent(raw, *pages):
 
 def test_an_index_that_lies_about_counts_is_refused(content, cache):
     pages = [content.page(page.name) for page in pages_of(content.index)]
-    raw, root = index_with(content, tokens=content.index.parts[0].train.tokens + 1)
+    raw, root = index_with(content, tokens=content.index.increments[0].train.tokens + 1)
     with pytest.raises(RefusedByRun, match=r"the index says .* tokens, and its pages list"):
         fetched(root, cache, lent(raw, *pages))
 
 
 def test_a_page_that_lists_what_no_shard_can_be_is_refused(content, cache):
-    held = [content.page(name) for name in content.index.parts[0].held_out.pages]
+    held = [content.page(name) for name in content.index.increments[0].held_out.pages]
     page = np.zeros(1, dtype=ENTRY).tobytes()
     raw, root = index_with(content, shards=1, tokens=0, documents=0, pages=(digest_of(page).hex(),))
     with pytest.raises(RefusedByRun, match="lists what no shard can be"):

@@ -54,11 +54,11 @@ def assert_whole(found, step):
     assert found.step == step
     assert found.meta == {"cursor": [step, 3]}
     assert found.files == {"config.json": b'{"dim": 24}'}
-    for part, tensors in state(step).items():
-        assert found.parts[part].keys() == tensors.keys()
+    for group, tensors in state(step).items():
+        assert found.groups[group].keys() == tensors.keys()
         for name, tensor in tensors.items():
-            assert torch.equal(found.parts[part][name], tensor)
-            assert found.parts[part][name].dtype == tensor.dtype
+            assert torch.equal(found.groups[group][name], tensor)
+            assert found.groups[group][name].dtype == tensor.dtype
 
 
 class Trap:
@@ -117,16 +117,16 @@ def test_what_was_saved_is_loaded(tmp_path):
 
 def test_loaded_tensors_can_be_changed_and_saved_again(tmp_path):
     found = load(write(tmp_path, 1))
-    found.parts["inner"]["weight"].add_(1)
-    again = load(save(tmp_path, 2, found.parts, found.meta))
-    assert torch.equal(again.parts["inner"]["weight"], state(1)["inner"]["weight"] + 1)
+    found.groups["inner"]["weight"].add_(1)
+    again = load(save(tmp_path, 2, found.groups, found.meta))
+    assert torch.equal(again.groups["inner"]["weight"], state(1)["inner"]["weight"] + 1)
 
 
 def test_views_and_transposed_tensors_are_saved_by_value(tmp_path):
     grid = torch.arange(12.0).reshape(3, 4)
     found = load(save(tmp_path, 0, {"inner": {"turned": grid.T, "row": grid[1]}}, {}))
-    assert torch.equal(found.parts["inner"]["turned"], grid.T)
-    assert torch.equal(found.parts["inner"]["row"], grid[1])
+    assert torch.equal(found.groups["inner"]["turned"], grid.T)
+    assert torch.equal(found.groups["inner"]["row"], grid[1])
 
 
 @pytest.mark.parametrize(
@@ -393,9 +393,9 @@ def test_large_parts_are_written_in_stages_of_whole_pages(tmp_path, monkeypatch,
             raise OSError(errno.EINVAL, "not here")
         return whole(descriptor, content[:5000] if writes == "short" else content)
 
-    parts = {"inner": {"a": torch.randn(10_000), "b": torch.randn(77)}}
+    groups = {"inner": {"a": torch.randn(10_000), "b": torch.randn(77)}}
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", write_some)
-        path = save(tmp_path, 1, parts, {})
-    assert (path / "inner.safetensors").read_bytes() == safetensors.torch.save(parts["inner"])
-    assert torch.equal(load(path).parts["inner"]["a"], parts["inner"]["a"])
+        path = save(tmp_path, 1, groups, {})
+    assert (path / "inner.safetensors").read_bytes() == safetensors.torch.save(groups["inner"])
+    assert torch.equal(load(path).groups["inner"]["a"], groups["inner"]["a"])

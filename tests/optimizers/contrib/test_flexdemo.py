@@ -75,7 +75,7 @@ def travelled(made, replica, rounds):
         marked = {
             name: x.reshape(shape) for (name, shape), x in zip(SIZES.items(), parts, strict=True)
         }
-        carried = made._part(marked)["blocks"]
+        carried = made._extract(marked)["blocks"]
         found.append([int(place) - 1 for place in carried.tolist() if place])
     return found
 

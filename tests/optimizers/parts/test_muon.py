@@ -202,8 +202,8 @@ def test_each_parameter_has_the_part_that_steps_it():
     module = Net()
     optimizer = InnerConfig("muon").build(module)
     assert isinstance(optimizer, Muon)
-    assert isinstance(optimizer.part_of(module.wide.weight), torch.optim.Muon)
-    assert isinstance(optimizer.part_of(module.wide.bias), torch.optim.AdamW)
+    assert isinstance(optimizer.optimizer_of(module.wide.weight), torch.optim.Muon)
+    assert isinstance(optimizer.optimizer_of(module.wide.bias), torch.optim.AdamW)
 
 
 def test_a_torch_that_has_no_muon_is_named(monkeypatch):

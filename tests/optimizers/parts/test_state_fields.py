@@ -9,7 +9,15 @@ from torch import Tensor
 from farflock.optimizers.catalog import METHODS, method
 from farflock.optimizers.parts.round_book import RoundBook
 from farflock.optimizers.parts.state import WrongState
-from farflock.optimizers.parts.state_fields import become, forget, loaded, own, part, saved, shared
+from farflock.optimizers.parts.state_fields import (
+    become,
+    forget,
+    loaded,
+    nested,
+    own,
+    saved,
+    shared,
+)
 
 SHAPES = {"x": (2,), "y": ()}
 
@@ -25,8 +33,8 @@ class Whole:
     period: int = 3
     _phi: dict[str, Tensor] = shared(dict)
     moved: int = shared(0)
-    book: RoundBook = part(lambda: RoundBook(suffix=".a"))
-    pieces: list[Piece] = part(lambda: [Piece(("x",)), Piece(("y",))])
+    book: RoundBook = nested(lambda: RoundBook(suffix=".a"))
+    pieces: list[Piece] = nested(lambda: [Piece(("x",)), Piece(("y",))])
     steps: int = own(0, "untaken", stays=True)
     asked: bool = own(False)
     lead: dict[str, Tensor] = own(dict)

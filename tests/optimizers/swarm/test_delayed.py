@@ -1,7 +1,6 @@
 """Outer steps one round late in whole swarms: the invariants of the specification, and no work lost
 or doubled."""
 
-import hashlib
 import itertools
 
 import numpy as np
@@ -43,30 +42,11 @@ def work(swarm, name, steps):
     return total
 
 
-def calm(swarm):
-    pass
-
-
-def late(swarm):
-    swarm.late = lambda peer, number: (number % 4) * 2 if peer == "b" else 0
-
-
-def unlucky(swarm):
-    swarm.fails = lambda number: number % 3 == 1
-    swarm.taken = lambda peer, number: (
-        lambda what, n: [(2, 5)] if (peer, number % 2) == ("a", 0) else [(0, n)]
-    )
-
-
-def absent(swarm):
-    swarm.rests = lambda peer, tick: peer == "b" and 5 < tick < 22
-
-
 # 1: without a delay
 
 
 @each_mode
-@pytest.mark.parametrize("fate", [calm, late, unlucky, absent])
+@pytest.mark.parametrize("fate", ["calm", "late", "unlucky", "absent"], indirect=True)
 def test_without_a_delay_it_is_diloco_bit_for_bit(loopback, same, mode, fate):
     outer = OuterNesterov(0.7, 0.9)
     ours = loopback(delayed(mode, 3, outer=outer, delay=0), "ab", inner="adamw", lr=0.01)
@@ -117,25 +97,11 @@ def test_once_drained_phi_has_moved_by_the_mean_of_all_work_times_the_rate(loopb
 )
 @given(data=st.data(), period=st.integers(2, 4), mode=st.sampled_from(MODES))
 def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_not(
-    loopback, data, period, mode
+    loopback, any_fate, data, period, mode
 ):
     """The work in phi, on its way, to be sent again, and not sent yet adds up to all work done."""
     swarm = loopback(delayed(mode, period, outer=OuterSGD(0.5)), "a")
-    lateness = data.draw(st.lists(st.integers(0, 5), min_size=12, max_size=12))
-    cuts = data.draw(
-        st.lists(st.tuples(st.integers(0, 7), st.integers(0, 15)), min_size=12, max_size=12)
-    )
-    failing = data.draw(st.sets(st.integers(0, 11)))
-    swarm.late = lambda peer, number: lateness[number % 12]
-    swarm.fails = lambda number: number % 12 in failing
-
-    def some(peer, number):
-        start, stop = cuts[number % 12]
-        return lambda what, n: (
-            [(min(start, n), min(stop, n))] if min(start, n) < min(stop, n) else []
-        )
-
-    swarm.taken = some
+    any_fate(swarm, data)
     swarm.steps(23)
     peer, total = swarm.peers["a"], work(swarm, "a", 23)
     outside = peer.method.untold(peer.theta())
@@ -383,18 +349,11 @@ def test_options_that_cannot_train_are_refused_with_the_nearest_that_can(options
         Delayed(**options)
 
 
-def test_the_bits_of_a_run_are_those_that_were_written_down(loopback, golden):
+def test_the_bits_of_a_run_are_those_that_were_written_down(loopback, golden, bits_of):
     """Dyadic gradients, four peers, some rounds late, partial or failed: a change here is a change
     of protocol."""
     found = {}
     for mode, mix in itertools.chain(((mode, None) for mode in MODES), [("eager", 0.5)]):
         swarm = loopback(delayed(mode, 3, eager_mix=mix, codec="int8", return_codec="bf16"), "abcd")
-        late(swarm), unlucky(swarm)
-        swarm.steps(20)
-        phi = phi_of(swarm.peers["a"])
-        blob = b"".join(x.numpy().tobytes() for x in phi.values())
-        found[f"{mode} {mix}"] = [
-            phi["weight"].reshape(-1)[:4].tolist(),
-            hashlib.sha256(blob).hexdigest(),
-        ]
+        found[f"{mode} {mix}"] = bits_of(swarm)
     assert golden("delayed", found) == found

@@ -66,24 +66,10 @@ def drop(*missing):
 )
 @given(data=st.data(), period=st.integers(1, 4))
 def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_not(
-    loopback, same, data, period
+    loopback, same, any_fate, data, period
 ):
     swarm = loopback(local_sgd(period), "a")
-    lateness = data.draw(st.lists(st.integers(0, 5), min_size=12, max_size=12))
-    cuts = data.draw(
-        st.lists(st.tuples(st.integers(0, 7), st.integers(0, 15)), min_size=12, max_size=12)
-    )
-    failing = data.draw(st.sets(st.integers(0, 11)))
-    swarm.late = lambda peer, number: lateness[number % 12]
-    swarm.fails = lambda number: number % 12 in failing
-
-    def some(peer, number):
-        start, stop = cuts[number % 12]
-        return lambda what, n: (
-            [(min(start, n), min(stop, n))] if min(start, n) < min(stop, n) else []
-        )
-
-    swarm.taken = some
+    any_fate(swarm, data)
     swarm.steps(20)
     theta = swarm.peers["a"].theta()
     assert same(theta, minus(start_of(swarm), work(swarm, "a", 20)))

@@ -23,15 +23,16 @@ from farflock.swarm.paths.round_robin import (
     STALE_SLACK,
     TOLD_TRUST,
     TRUST,
+    WARMUP_TASKS,
     Announced,
     Balancer,
     Ema,
 )
 
 
-def stage(rates, seed=0, **options):
+def stage(rates, seed=0):
     """A balancer that knows servers with these announced rates from the start."""
-    balancer = Balancer(random.Random(seed), **options)
+    balancer = Balancer(random.Random(seed))
     balancer.refresh([Announced(peer, 1, rate) for peer, rate in rates.items()], 0.0)
     return balancer
 
@@ -322,26 +323,25 @@ def test_a_server_that_is_gone_is_never_chosen_until_it_is_back():
     assert visits(balancer, 40)["a"] > 10
 
 
-@pytest.mark.parametrize(("policy", "level"), [("min", 0.0), ("median", 2.0), ("max", 6.0)])
-def test_a_newcomer_joins_at_the_charge_of_the_policy(policy, level):
-    balancer = stage({"a": 1.0, "b": 1.0, "c": 1.0}, join_charge=policy)
+def test_a_newcomer_joins_at_the_median_charge():
+    balancer = stage({"a": 1.0, "b": 1.0, "c": 1.0})
     balancer.choose(2.0, 0.0, exclude=("a", "c"))
     balancer.choose(6.0, 0.0, exclude=("a", "b"))
     known = [Announced(peer, 1, 1.0) for peer in "abc"]
     balancer.refresh([Announced("e", 1, 1.0), *known, Announced("d", 1, 1.0)], 0.0)
-    assert balancer.charges == {"a": 0.0, "b": 2.0, "c": 6.0, "d": level, "e": level}
+    assert balancer.charges == {"a": 0.0, "b": 2.0, "c": 6.0, "d": 2.0, "e": 2.0}
 
 
 def test_the_first_tasks_of_a_newcomer_count_double_and_those_of_the_founders_do_not():
-    balancer = stage({"a": 1.0}, warmup_penalty=2.0, warmup_tasks=3)
+    balancer = stage({"a": 1.0})
     balancer.choose(1.0, 0.0)
     assert balancer.charges == {"a": 1.0}
     balancer.refresh([Announced("a", 1, 1.0), Announced("b", 1, 1.0)], 0.0)
     charges = [balancer.charges["b"]]
-    for _ in range(5):
+    for _ in range(WARMUP_TASKS + 2):
         balancer.choose(1.0, 0.0, exclude=("a",))
         charges.append(balancer.charges["b"])
-    assert [after - before for before, after in itertools.pairwise(charges)] == [2, 2, 2, 1, 1]
+    assert [after - before for before, after in itertools.pairwise(charges)] == [2] * 8 + [1, 1]
 
 
 def test_with_all_others_banned_a_newcomer_joins_at_their_level():
@@ -379,14 +379,6 @@ def test_a_flood_of_records_and_bans_is_bounded_and_pushes_no_server_out():
 def test_a_task_without_a_size_is_refused(size):
     with pytest.raises(ValueError, match="must be positive and finite"):
         stage({"a": 1.0}).choose(size, 0.0)
-
-
-@pytest.mark.parametrize(
-    "options", [{"warmup_penalty": 0.5}, {"warmup_penalty": math.nan}, {"warmup_tasks": -1}]
-)
-def test_a_warm_up_that_favours_newcomers_is_refused(options):
-    with pytest.raises(ValueError, match="warm-up"):
-        Balancer(random.Random(0), **options)
 
 
 class AnyHistory(RuleBasedStateMachine):

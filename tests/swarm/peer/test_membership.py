@@ -339,7 +339,7 @@ async def test_two_that_a_cut_parted_keep_each_other_although_one_took_the_other
     assert set(told[0]) == {junior.id, senior.id}, "it removed a member that had answered it"
     given_up[0] = False
     junior.quiet = True
-    await junior.peer.part()
+    await junior.peer.leave_gracefully()
     herd.kill(1)
     del herd.nodes[1]
     await until(lambda: senior.members == {senior.id}, 30, "the view of the one that is left")

@@ -7,7 +7,7 @@ import pytest
 from worlds.herd import VIEW_S, in_virtual_time
 from worlds.waiting import now, until
 
-from farflock.swarm.peer.peer import GOODBYE_S, PART_S
+from farflock.swarm.peer.peer import GOODBYE_S, STAY_S
 from farflock.swarm.peer.ticks import TICK_S
 from farflock.swarm.sim.network import Faults
 
@@ -21,7 +21,7 @@ async def parted(herd, *numbers):
     async def one(number):
         began_s = now()
         herd.nodes[number].quiet = True
-        await herd.nodes[number].peer.part()
+        await herd.nodes[number].peer.leave_gracefully()
         took_s, gone = now() - began_s, herd.kill(number)
         await asyncio.gather(gone.task, return_exceptions=True)
         return took_s
@@ -103,7 +103,7 @@ async def test_one_of_four_is_not_needed_and_goes_at_once(herd):
 @in_virtual_time(4)
 async def test_of_several_that_leave_together_enough_stay_for_a_quorum(herd):
     took_s = await parted(herd, 0, 1, 3)
-    assert max(took_s) <= PART_S + SOON_S
+    assert max(took_s) <= STAY_S + SOON_S
     await goes_on(herd, 2)
 
 
@@ -116,7 +116,7 @@ async def test_where_all_leave_together_no_peer_stays_for_another(herd):
 async def test_a_leaving_peer_does_not_stay_forever_for_one_that_cannot_be_heard(herd):
     herd.network.faults = Faults(loss=0.999)
     (took_s,) = await parted(herd, 0)
-    assert took_s <= PART_S + AT_ONCE_S + 0.2
+    assert took_s <= STAY_S + AT_ONCE_S + 0.2
 
 
 @in_virtual_time(2)
@@ -124,5 +124,5 @@ async def test_a_leaving_peer_does_not_stay_for_the_dead(herd):
     herd.kill(1)
     await asyncio.sleep(1.0)
     began_s = now()
-    await herd.nodes[0].peer.part()
+    await herd.nodes[0].peer.leave_gracefully()
     assert now() - began_s < GOODBYE_S

@@ -117,6 +117,21 @@ async def test_a_round_is_called_once_another_member_has_brought_its_part_to_it(
 # Deaths, departures and newcomers.
 
 
+async def starved_newcomer(made):
+    """A second server of the first stage, which has its state but not the rounds since then, and
+    the last round that it has."""
+    newcomer = made.start(4, 0)
+    await until(lambda: newcomer.applied >= 0, 20.0, "its state")
+    made.network.tap = starved(newcomer)
+    behind = newcomer.applied
+    await until(
+        lambda: made.newest(0) >= behind + 2 and newcomer.rounds.newest(name_of(0)) > behind,
+        20.0,
+        "rounds",
+    )
+    return newcomer, behind
+
+
 def starved(node):
     """Return a tap that lets no pieces reach this node."""
     return lambda when_s, sender, to, packed: (
@@ -129,15 +144,7 @@ async def test_a_round_that_died_with_its_only_holder_has_failed_for_the_stages_
     made,
 ):
     """When the only server dies, a newcomer has the stage's state but not the rounds since then."""
-    newcomer = made.start(4, 0)
-    await until(lambda: newcomer.applied >= 0, 20.0, "its state")
-    made.network.tap = starved(newcomer)
-    behind = newcomer.applied
-    await until(
-        lambda: made.newest(0) >= behind + 2 and newcomer.rounds.newest(name_of(0)) > behind,
-        20.0,
-        "rounds",
-    )
+    newcomer, behind = await starved_newcomer(made)
     made.kill(0)
     made.network.tap, made.may_give_up = None, True
     lost = made.newest(0)
@@ -167,15 +174,7 @@ async def test_a_member_without_the_content_of_a_round_never_contributes_that_pa
 
 @flock(0, 1, NOTHING, NOTHING)
 async def test_a_content_that_comes_late_or_that_a_minority_waits_for_is_waited_for(made):
-    newcomer = made.start(4, 0)
-    await until(lambda: newcomer.applied >= 0, 20.0, "its state")
-    made.network.tap = starved(newcomer)
-    behind = newcomer.applied
-    await until(
-        lambda: made.newest(0) >= behind + 2 and newcomer.rounds.newest(name_of(0)) > behind,
-        20.0,
-        "rounds",
-    )
+    newcomer, _ = await starved_newcomer(made)
     made.network.tap = None
     others = {node.id for node in made.nodes.values()} - {newcomer.id}
     made.network.partition({newcomer.id}, others)

@@ -248,7 +248,7 @@ def test_an_end_stage_is_its_neighbours_layers_and_its_own_ends_bit_for_bit(tmp_
     folder = checkpoint.save(tmp_path, 7, {"ends": kept.tensors}, {})
     # one step later
     own["model.embed_tokens.weight" if lost.start == 0 else "lm_head.weight"].add_(1.0)
-    back = EndCopy(7, kept.digest, checkpoint.load(folder).parts["ends"]).restored()
+    back = EndCopy(7, kept.digest, checkpoint.load(folder).groups["ends"]).restored()
     made = partner_copy(CONFIG, lost, Neighbour(beside, tensors_of(beside, 3)), back)
     assert made.keys() == names_of(CONFIG, lost)
     assert same(end_tensors(made), end_tensors(tensors_of(lost, 5)))

@@ -1,4 +1,4 @@
-"""The parts in which a device computes a batch: their size, and the gradients around them.
+"""The micro-batches in which a device computes a batch: their size, and the gradients around them.
 
 The manifest's batch says what a step learns from; how much of it is computed at once is the
 machine's choice, and changes the result by rounding only. (A pipeline's microbatches are another
@@ -13,8 +13,8 @@ from torch import nn
 
 
 @dataclass(slots=True)
-class BatchParts:
-    """The size of the parts of a batch of `batch` sequences; None: the whole batch at once."""
+class MicroBatches:
+    """The micro-batches of a batch of `batch` sequences, and their size; None: all at once."""
 
     batch: int
     size: int | None = None
@@ -25,7 +25,7 @@ class BatchParts:
         return self.batch if self.size is None else min(self.size, self.batch)
 
     def __iter__(self) -> Iterator[slice]:
-        """Yield the rows of each part; the last part may be smaller."""
+        """Yield the rows of each; those of the last may be fewer."""
         for start in range(0, self.batch, self.at_once):
             yield slice(start, min(start + self.at_once, self.batch))
 
