@@ -1,7 +1,8 @@
 """The long tests, divided into parts of at most 20 minutes on two idle cores.
 
 `make test-long PART=2` runs one; docs/testing.md says when each was run last. A long test belongs
-to the part that names its folder or file, or the beginning of its own name.
+to the part that names its folder or file, or the beginning of its own name. Many seeds of one
+simulation come in blocks of at most 50, whose names begin with the first of them.
 """
 
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ _PARTS = [
             "tests/sim/test_asynchronous.py",
             "tests/sim/test_mixed.py",
             "tests/sim/test_pipeline.py::test_a_",
+            "tests/sim/test_pipeline.py::test_gradients_",
             "tests/sim/test_pipeline.py::test_unequal_",
             "tests/sim/test_pipeline_",
             "tests/sim/test_planned.py",
@@ -66,6 +68,7 @@ _PARTS = [
             "tests/node/library/",
             "tests/node/process/",
             "tests/node/simulate/",
+            "tests/node/test_loop.py",
             "tests/node/train/",
             "tests/sim/test_any_size.py",
             "tests/sim/test_endings.py",

@@ -58,7 +58,7 @@ def hashes_by_round(nodes):
     return found
 
 
-@pytest.mark.parametrize("method", ["ddp", "diloco"])
+@pytest.mark.parametrize("method", ["diloco", pytest.param("ddp", marks=pytest.mark.long)])
 def test_a_peer_that_is_late_for_every_round_stays_bit_equal_under_a_schedule(bench, text, method):
     """It applies rounds from the log at the rates of those rounds and not of its own step."""
     made = bench(

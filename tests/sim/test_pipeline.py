@@ -51,7 +51,7 @@ def audit(
 
 
 @pytest.mark.parametrize(
-    "stages", [1, 4, *(pytest.param(n, marks=pytest.mark.ci_more) for n in (2, 3))]
+    "stages", [1, 4, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))]
 )
 def test_gradients_through_random_paths_are_those_of_the_unsplit_model(stages):
     one = audit(stages, servers=3, trainers=2, steps=3, seed=stages, batch=LARGE_BATCH)
@@ -137,8 +137,9 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
     ("seed", "points", "patience_s"),
     [
         pytest.param(0, POINTS[2::4], 20.0, id="0"),
-        pytest.param(1, POINTS[1::2], 60.0, id="1", marks=pytest.mark.ci_more),
+        pytest.param(1, POINTS[1::4], 60.0, id="1", marks=pytest.mark.ci_more),
         pytest.param(2, POINTS[0::4], 60.0, id="2", marks=pytest.mark.long),
+        pytest.param(1, POINTS[3::4], 60.0, id="3", marks=pytest.mark.long),
     ],
 )
 def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothing(

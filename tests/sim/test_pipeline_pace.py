@@ -53,6 +53,7 @@ def test_without_latency_the_busiest_stage_always_computes():
     assert utilisation(0.0, warm=2 * BATCH) == pytest.approx(1.0, abs=0.03)
 
 
+@pytest.mark.long
 def test_a_pipeline_that_does_not_wait_hides_a_latency_that_holds_up_one_that_does():
     waiting = utilisation(0.5, warm=2 * BATCH)
     asynchronous = utilisation(0.5, asynchronous={})

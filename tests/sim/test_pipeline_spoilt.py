@@ -63,7 +63,10 @@ def spoiling(liar, back=False, policy="swarm", servers=SERVERS, steps=6):
 
 @pytest.mark.parametrize(
     ("liar", "policy"),
-    [(0, "swarm"), (1 + STAGES, "swarm"), pytest.param(1, "fixed", marks=pytest.mark.long)],
+    [
+        (1 + STAGES, "swarm"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, "swarm"), (1, "fixed"))),
+    ],
 )
 def test_with_a_server_whose_outputs_cannot_be_read_the_run_ends_and_each_microbatch_counts(
     liar, policy

@@ -75,7 +75,7 @@ def require_keeping_step(one):
 @pytest.mark.parametrize(
     ("lanes", "rate"),
     [
-        pytest.param(SKIPPING, 0.3, id="skips"),
+        pytest.param(SKIPPING, 0.3, id="skips", marks=pytest.mark.long),
         pytest.param(SWAPPING, STILL, id="swaps"),
         pytest.param(SWAPPING, 0.3, id="swaps-0.3", marks=pytest.mark.long),
     ],

@@ -339,7 +339,7 @@ def test_a_lone_server_without_a_version_refuses_by_name_until_it_has_it():
     assert max(one.sim.nodes[1].edges.codec.held) > 6
 
 
-@MORE
+@LONG
 def test_a_server_without_a_version_is_not_asked_while_another_has_it():
     one = audit(servers=2, trainers=1, replicas=1)
     seen = late_at(one, 1, lambda seen: rounds_of(one) >= 9)

@@ -71,6 +71,7 @@ def test_utilisation_lies_between_nothing_and_all(quick):
     assert 0 < metric.ratio <= 1
 
 
+@pytest.mark.long
 def test_payloads_that_the_trainer_does_not_carry_save_its_line(quick, monkeypatch):
     monkeypatch.setattr(left, "MIN_LEFT_BYTES", 1)
     (metric,) = pipeline.run(quick("pipeline.direct"))

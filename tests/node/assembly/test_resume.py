@@ -20,7 +20,7 @@ METHODS = {
     "noloco": {"period": 7},
     "lean": {"period": 7, "codec": "ecsq:30", "return_codec": "ecsq:30"},
 }
-EVERY_DAY = {("diloco", 1700), ("noloco", 1700), ("lean", 1700)}
+EVERY_DAY = {("diloco", 1700), ("lean", 1700)}
 
 
 def write(node, folder):

@@ -28,7 +28,7 @@ ROWS = evaluation_rows(
     torch.arange(200).mul(7).remainder(13).numpy().astype("uint16"), TOKENS, SEQUENCES
 )
 HELD_OUT = HeldOut(ROWS, torch.full((MODEL.vocab_size,), BYTES).numpy())
-LONG = HeldOut(ROWS.repeat(11, axis=0))
+LONG = HeldOut(ROWS.repeat(7, axis=0))
 FIXED = {"policy": "fixed", "trainer": TrainerTerms(2, 64, 4.0, 6.0)}
 INTERVAL = 2  # rounds
 BOTH = (PeerRole(0, trains=True), PeerRole(1), PeerRole(2))
@@ -184,19 +184,19 @@ def test_training_goes_on_while_a_long_evaluation_is_under_way():
     async def counted(sim):
         await until(lambda: len(sim.nodes) == 4)
         served = lambda: sim.nodes[0].serving.server.served  # noqa: E731
-        for passes in (2, 60):
+        for passes in (2, 38):
             await until(lambda passes=passes: served()["measure"] >= passes)
             found.append(served()["backward"])
         await until(lambda: told(one)[0])
         sim.end()
 
     one.run(counted)
-    assert found[1] - found[0] >= 20
+    assert found[1] - found[0] >= 12
     assert newest(one).round == 0
 
 
 def test_one_that_outlasts_many_rounds_is_made_once_and_keeps_others_from_beginning():
-    one = evaluated(parts(3, 1, 2), steps=18)
+    one = evaluated(parts(3, 1, 2), steps=14)
     long = HeldOut(ROWS.repeat(5, axis=0))
     one.evaluations, made, said = (1, long), one.watch, []
 
@@ -214,7 +214,7 @@ def test_one_that_outlasts_many_rounds_is_made_once_and_keeps_others_from_beginn
     one.run().check()
     begins = [(at, who, number) for at, who, number, percent in said if percent == 0]
     ends = [(at, who, number) for at, who, number, percent in said if percent == ENDED]
-    assert len(ends) >= 4
+    assert len(ends) >= 3
     assert len({who for _, who, _ in begins}) > 1, "another one is drawn in between"
     for (ended_s, who, number), (begun_s, *_) in zip(ends, begins[1:], strict=False):
         assert begun_s >= ended_s, f"another began while peer {who} measured round {number}"

@@ -293,7 +293,8 @@ def driver_of(node, stage):
     return node.servings[stage].loop.driver
 
 
-@pytest.mark.parametrize("name", often(["ddp", *METHODS], "streaming"))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ddp", *METHODS])
 def test_a_stage_of_any_method_that_died_out_restarts_at_the_round_where_it_stopped(name):
     options = METHODS.get(name, {"codec": "fp32", "return_codec": "fp32"})
     made = plan(
@@ -347,7 +348,7 @@ def parameters(node):
 # lives that end
 
 
-@pytest.mark.ci_more
+@pytest.mark.long
 def test_a_server_that_was_cut_off_while_its_stage_went_on_begins_another_life_with_its_state():
     # an adopted state has fp32 weights, which steps would move apart from doubles
     still = plan(rate=pipeline_audit.STILL)

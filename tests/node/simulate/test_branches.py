@@ -87,7 +87,7 @@ def crowd(bench, text, method, total, work):
     return run_virtual(main())
 
 
-@pytest.mark.parametrize("method", ["diloco", "noloco"])
+@pytest.mark.parametrize("method", ["diloco", pytest.param("noloco", marks=pytest.mark.long)])
 def test_a_run_of_which_three_of_five_nodes_are_killed_for_good_goes_on_to_its_end(
     bench, text, method
 ):

@@ -73,7 +73,8 @@ def facts(outcome: SimulationResult):
     )
 
 
-@pytest.mark.parametrize("method", ["noloco", pytest.param("diloco", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
 def test_the_same_seed_gives_the_same_run_down_to_the_last_byte(text, method: str):
     once, again = (simulated(text, method, loss=0.2, churn_s=4.0, total=6_000) for _ in range(2))
     assert once.kills
@@ -193,10 +194,8 @@ def test_all_members_of_an_exact_method_end_with_the_same_state(text, method: st
 @pytest.mark.parametrize(
     "method",
     [
-        "noloco",
         "diloco",
-        pytest.param("ddp", marks=pytest.mark.long),
-        pytest.param("local", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("noloco", "ddp", "local")),
     ],
 )
 def test_the_loss_falls(plain, method: str):
@@ -210,13 +209,14 @@ def test_peers_that_are_killed_come_back_and_the_run_ends(text):
     assert outcome.losses[-1] < outcome.losses[0]
 
 
+@pytest.mark.long
 def test_int8_loses_no_more_than_noise_against_fp16(plain):
     raw, small = plain("diloco"), plain("diloco", "int8")
     assert abs(raw.losses[-1] - small.losses[-1]) < 0.15
     assert small.bytes < raw.bytes
 
 
-@pytest.mark.parametrize("method", ["noloco", pytest.param("diloco", marks=pytest.mark.long)])
+@pytest.mark.parametrize("method", ["diloco", pytest.param("noloco", marks=pytest.mark.long)])
 def test_the_held_out_loss_is_the_mean_over_peers_of_what_they_would_export(
     text, plain, method: str
 ):

@@ -98,7 +98,7 @@ def test_the_first_loss_is_that_of_the_checkpoint(weights):
 def staged(tmp_path, parts, rate=STILL, config=SPLIT, limit_s=600.0):
     """Return the nodes of a run of two stages, its events, and whether it came to its end."""
     weights = WeightsFolder(write_model(tmp_path / "model", config), config)
-    plan = plan_of("ddp", rate, weights.hash, config, total=3_000)
+    plan = plan_of("ddp", rate, weights.hash, config, total=2_400)
     pipeline = PipelinePlan(even(config, 2), 2 * 2 * 32)
     world = PipelineWorld(parts, plan.schedule.total_tokens, limit_s=limit_s)
 
@@ -122,8 +122,8 @@ FOUNDERS = {
 
 @pytest.mark.parametrize(
     ("founder", "config"),
-    [("replica", SPLIT), ("stage", SPLIT), ("stage", QWEN3), ("trainer", SPLIT)],
-    ids=["replica", "stage", "qwen3", "trainer"],
+    [("replica", SPLIT), ("stage", QWEN3), ("trainer", SPLIT)],
+    ids=["replica", "stage", "trainer"],
 )
 def test_servers_of_stages_get_their_first_weights_from_the_founder(tmp_path, founder, config):
     nodes, tale, ended = staged(tmp_path, FOUNDERS[founder], config=config)

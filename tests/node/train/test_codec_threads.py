@@ -23,7 +23,8 @@ from farflock.optimizers.parts.spread import in_turn, spread_over
 from farflock.swarm.sim.network import LinkModel
 
 THREADS = (1, 2, 3)
-TOKENS = 3 * 2 * 32 * 14
+PEERS = 2
+TOKENS = PEERS * 2 * 32 * 14
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +86,7 @@ def test_a_run_has_the_same_states_with_one_thread_and_with_several(
     options = dict(trial.disasters[0].options) if trial.disasters else {}
     inner, schedule = InnerConfig(lr=1e-2), Schedule(1e-2, TOKENS)
     plan = RunPlan(4, PRESETS["tiny"], inner, schedule, name, options, batch=2, seq=32)
-    world = simulation.World(3, TOKENS, LinkModel(), view_s=3.0)
+    world = simulation.World(PEERS, TOKENS, LinkModel(), view_s=3.0)
     make = simulation.replica_node
     found = []
     for spread in (spreads[0], spreads[-1]):

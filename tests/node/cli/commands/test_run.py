@@ -157,10 +157,12 @@ tied = false
 
 
 @pytest.mark.parametrize(
-    ("shape", "parameters"),
-    [((4_096, 32, 32, 14_336), 8_030_261_248), ((8_192, 80, 64, 28_672), 70_553_706_496)],
+    ("shape", "parameters", "method"),
+    [
+        ((4_096, 32, 32, 14_336), 8_030_261_248, "diloco"),
+        ((8_192, 80, 64, 28_672), 70_553_706_496, "sparseloco"),
+    ],
 )
-@pytest.mark.parametrize("method", ["diloco", "sparseloco"])
 def test_the_dry_run_of_a_large_llama_says_how_large_it_is(
     farflock, manifest, shape, parameters, method
 ):

@@ -18,12 +18,23 @@ def facts(farflock, *arguments):
     return json.loads(out.splitlines()[-1])
 
 
-def test_the_same_seed_ends_in_the_same_state_and_another_in_another(farflock):
+def require_promised(found):
+    """Require what the command says that it reports."""
+    assert {"state_hash", "rounds", "losses", "bytes"} <= found.keys()
+    assert found["rounds"] > 0
+    assert found["bytes"] > 0
+    assert all(0 < loss < 10 for loss in found["losses"])
+    assert 3 < found["held_out_loss"] < 7
+    assert 0 < found["held_out_standard_error"] < 0.5
+
+
+def test_it_reports_what_was_promised_and_the_same_seed_ends_alike_and_another_otherwise(farflock):
     first, second, other = (
         facts(farflock, *SHORT, "--set", f"run.seed={seed}") for seed in (3, 3, 4)
     )
     assert first == second
     assert first["state_hash"] != other["state_hash"]
+    require_promised(first)
 
 
 def test_prepared_data_are_trained_on_and_evaluated(farflock, folder):
@@ -31,16 +42,6 @@ def test_prepared_data_are_trained_on_and_evaluated(farflock, folder):
     assert first == second
     assert first["state_hash"] != facts(farflock, *SHORT)["state_hash"]
     assert 0 < first["held_out_loss"] < 6
-
-
-def test_it_reports_what_was_promised(farflock):
-    found = facts(farflock, *SHORT)
-    assert {"state_hash", "rounds", "losses", "bytes"} <= found.keys()
-    assert found["rounds"] > 0
-    assert found["bytes"] > 0
-    assert all(0 < loss < 10 for loss in found["losses"])
-    assert 3 < found["held_out_loss"] < 7
-    assert 0 < found["held_out_standard_error"] < 0.5
 
 
 def test_a_dry_run_trains_nothing_and_shows_the_manifest(farflock, manifest):
@@ -72,11 +73,11 @@ def test_of_all_frames_the_named_share_is_lost(farflock, monkeypatch):
             return self.lines[-1]
 
     monkeypatch.setattr(simulation, "SimNetwork", Kept)
-    weather = ("--loss", "0.3", "--set", "method.name=diloco", "--set", "run.total_tokens=8192")
+    weather = ("--loss", "0.3", "--set", "method.name=diloco", "--set", "run.total_tokens=4096")
     facts(farflock, "--peers", "5", *weather)
     (network,) = networks
     frames = sum(line.sent_frames for line in network.lines)
-    assert frames > 1000
+    assert frames > 500
     assert network.fired["loss"] / frames == pytest.approx(0.3, abs=0.04)
 
 

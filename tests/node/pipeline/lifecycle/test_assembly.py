@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("quiet_log")
 BATCH, STEPS = 4, 16
 STAGE = 0  # of two: its state is cut
 AFTER_ROUND = 3
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("diloco", "sparta")]
 LATE = {  # of a pipeline that does not wait
     "server": ServerTerms(lease_s=20.0, staleness=3),
     "trainer": TrainerTerms(window=64, kept=128, forward_timeout_s=8.0, backward_timeout_s=12.0),
@@ -128,7 +129,7 @@ def small_pieces(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("name", ["ddp", "diloco", "sparseloco", "sparta"])
+@pytest.mark.parametrize("name", ["ddp", "sparseloco", *LONG])
 def test_a_stage_s_snapshot_and_checkpoint_are_of_the_moment_of_their_cut(tmp_path, name):
     one = watched(tmp_path, name)
     one.read()
@@ -137,7 +138,7 @@ def test_a_stage_s_snapshot_and_checkpoint_are_of_the_moment_of_their_cut(tmp_pa
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("name", ["ddp", "diloco"])
+@pytest.mark.parametrize("name", ["diloco", pytest.param("ddp", marks=pytest.mark.long)])
 def test_passes_of_older_versions_change_nothing_that_is_read_beside_them(tmp_path, name):
     one = watched(tmp_path, name, **LATE)
     one.read()

@@ -94,7 +94,7 @@ def test_an_end_stage_that_dies_out_has_its_embedding_or_head_again_bit_for_bit(
 
 def test_a_few_servers_of_the_neighbour_keep_the_end_s_tensors_every_n_rounds(kept):
     async def end_soon(one, sim):
-        while min((len(one.named[stage]) for stage in range(3)), default=0) < 8:  # noqa: ASYNC110
+        while min((len(one.named[stage]) for stage in range(3)), default=0) < 6:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
         sim.end()
 
