@@ -164,9 +164,9 @@ def test_a_sample_that_is_held_as_it_is_needs_its_tag_alone_and_another_one_is_a
 
 def test_a_carrier_reads_a_messages_parts_by_what_was_held_and_sends_a_value_whole():
     sender, ctx = end(), context(1)
-    (first,) = end().parts(message_of(sender, normal(0, 1), ctx), ctx)
+    (first,) = end().deltas(message_of(sender, normal(0, 1), ctx), ctx)
     value = end().value(first, None, ctx)
-    (second,) = end().parts(message_of(sender, normal(1, 1), ctx), ctx)
+    (second,) = end().deltas(message_of(sender, normal(1, 1), ctx), ctx)
     assert end().value(second, None, ctx) is None
     assert end().value(second, CacheEntry(value, bytes(8), 0), ctx) is None
     after = end().value(second, CacheEntry(value, first.after, 0), ctx)

@@ -187,7 +187,7 @@ def test_out_of_memory_in_step_7_loses_no_sample_and_counts_no_step_twice(
     made = bench(text, method, total=TOKENS, **OPTIONS[method])
     whole = made.alone(device=single)
     found = made.alone(device=single, change=out_of_memory_in(7))
-    assert found.loop.training_task.groups.at_once == 1
+    assert found.loop.training_task.micro_batches.at_once == 1
     assert found.loop.training_task.batches.begun == [*range(8), 7, 8, 9]
     assert (found.step, found.tokens) == (whole.step, whole.tokens) == (10, 640)
     assert found.last_loss == pytest.approx(whole.last_loss, rel=1e-5)
@@ -208,7 +208,7 @@ def test_a_run_in_parts_that_fit_a_small_card_ends_with_the_loss_of_whole_batche
     room = needed_device_bytes(made.plan, StepChoices(2, on_device=True, is_lower=False))
     CARD.leave_free(room + probabilities_bytes(made.plan, 2))
     found = made.alone(6 * 256, single)
-    assert found.loop.training_task.groups.at_once == 2
+    assert found.loop.training_task.micro_batches.at_once == 2
     assert CARD.peak_bytes <= CARD.capacity_bytes
     assert found.last_loss == pytest.approx(loss, rel=1e-5)
     close(state_of(found), state)

@@ -108,7 +108,7 @@ def test_a_true_lack_of_memory_halves_what_is_computed_at_once(text, real, narro
     narrow(needed_device_bytes(run, StepChoices(BATCH // 2, on_device=True, is_lower=True)))
     made = task(run, text, real)
     found = stepped(made, 4)
-    assert 1 <= made.parts.at_once < BATCH
+    assert 1 <= made.micro_batches.at_once < BATCH
     assert found == pytest.approx(whole, rel=2e-3)  # of products in bf16
 
 

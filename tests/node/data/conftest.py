@@ -9,4 +9,4 @@ from farflock.node.data import sorting
 def often(monkeypatch):
     """State that is saved after each batch of a few documents."""
     monkeypatch.setattr(sorting, "SAVE_EVERY_S", 0.5)
-    monkeypatch.setattr(sorting, "BATCH_PARTS", 5)
+    monkeypatch.setattr(sorting, "BATCH_PASSAGES", 5)

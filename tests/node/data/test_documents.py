@@ -33,7 +33,7 @@ def test_a_text_is_cut_before_white_space_and_nothing_is_lost(text, passage, cut
     places = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
     blocks = [raw[start:end] for start, end in pairwise(places)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "PART_BYTES", passage)
+        patch.setattr(documents, "PASSAGE_BYTES", passage)
         passages = list(cut_passages(blocks))
         assert passages == list(cut_passages([raw])), "blocks do not matter"
     assert b"".join(passages) == raw
@@ -119,7 +119,7 @@ def test_a_nested_field_is_named_with_dots(tmp_path):
 
 def test_a_long_text_is_checked_whole_before_a_part_of_it_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "_READ_BYTES", 64)
-    monkeypatch.setattr(documents, "PART_BYTES", 64)
+    monkeypatch.setattr(documents, "PASSAGE_BYTES", 64)
     (tmp_path / "good.txt").write_bytes(b"word " * 100)
     (tmp_path / "bad.txt").write_bytes(b"word " * 100 + b"\xff")
     texts, faults = read(tmp_path / "good.txt")
@@ -131,7 +131,7 @@ def test_a_long_text_is_checked_whole_before_a_part_of_it_counts(tmp_path, monke
 
 
 def test_parts_are_numbered_and_say_how_far_the_file_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "PART_BYTES", 8)
+    monkeypatch.setattr(documents, "PASSAGE_BYTES", 8)
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n{"text": "four"}\n')
     (file,) = find_files([str(tmp_path / "a.jsonl")]).files
     passages = list(read_documents(file, "text"))

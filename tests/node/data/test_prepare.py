@@ -161,7 +161,7 @@ def test_adding_documents_moves_none_across_what_is_held_out(texts, tmp_path):
 
 
 def test_a_long_text_becomes_parts_that_keep_their_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "PART_BYTES", 50)
+    monkeypatch.setattr(reading, "PASSAGE_BYTES", 50)
     text = " ".join(f"word{number}" for number in range(100))
     (tmp_path / "long.txt").write_text(text)
     (tmp_path / "other.txt").write_text("another")
@@ -175,7 +175,7 @@ def test_a_long_text_becomes_parts_that_keep_their_order(tmp_path, monkeypatch):
 def test_parts_keep_their_order_though_the_process_is_killed_between_them(
     tmp_path, monkeypatch, often
 ):
-    monkeypatch.setattr(reading, "PART_BYTES", 50)
+    monkeypatch.setattr(reading, "PASSAGE_BYTES", 50)
     text = " ".join(f"word{number}" for number in range(300))
     (tmp_path / "long.txt").write_text(text)
     for share in (0.2, 0.5, 0.7):

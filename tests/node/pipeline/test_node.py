@@ -27,7 +27,7 @@ from farflock.node.run.policies import POLICIES, policy_of
 from farflock.node.run.split import even
 from farflock.node.run.terms import TrainerTerms
 from farflock.node.simulate.lives import identity_of
-from farflock.node.simulate.pipeline import PeerRole, PipelineWorld, groups
+from farflock.node.simulate.pipeline import PeerRole, PipelineWorld, parts
 from farflock.node.state import checkpoint
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.optimizers.parts.state import state_hash
@@ -165,7 +165,7 @@ def test_a_process_sees_what_each_node_is_how_far_it_is_and_what_it_has_done():
 
 
 def test_a_node_that_is_told_to_stop_does_and_the_others_go_on():
-    one = audit(groups(2, 2, 2), plan(), 2)
+    one = audit(parts(2, 2, 2), plan(), 2)
     seen = []
 
     async def stop_two(sim):
@@ -241,7 +241,7 @@ def test_a_member_that_does_not_run_yet_lets_calls_wait():
 @pytest.mark.parametrize("name", often(METHODS, "diloco"))
 def test_servers_that_step_on_their_own_sync_their_stage_and_no_microbatch_is_lost_or_doubled(name):
     made = plan(16 * BATCH * TOKENS, method=name.split()[0], options=METHODS[name], rate=0.05)
-    one = audit(groups(2, 2, 2), made, 2)
+    one = audit(parts(2, 2, 2), made, 2)
     one.run().check().check_finished()
     together = collections.Counter()
     for fields in one.tale.fields("round"):
@@ -260,7 +260,7 @@ def test_servers_that_step_on_their_own_sync_their_stage_and_no_microbatch_is_lo
 @pytest.mark.parametrize("name", often(METHODS, "diloco"))
 def test_full_replicas_and_pipelines_that_step_on_their_own_agree_on_each_stages_state(name):
     made = plan(16 * BATCH * TOKENS, method=name.split()[0], options=METHODS[name], rate=0.05)
-    one = audit(groups(2, 2, 2, replicas=1), made, 2)
+    one = audit(parts(2, 2, 2, replicas=1), made, 2)
     one.run().check().check_finished()
     replica = one.sim.nodes[6]
     together = collections.Counter()
@@ -300,7 +300,7 @@ def test_a_stage_of_any_method_that_died_out_restarts_at_the_round_where_it_stop
     made = plan(
         28 * BATCH * TOKENS, model=EQUAL, method=name.split()[0], options=options, rate=0.05
     )
-    one = audit(groups(3, 2, 1), made, 3)
+    one = audit(parts(3, 2, 1), made, 3)
 
     async def die_out(sim):
         while not sim.settled or len(one.named[1]) < 3:  # noqa: ASYNC110
@@ -352,7 +352,7 @@ def parameters(node):
 def test_a_server_that_was_cut_off_while_its_stage_went_on_begins_another_life_with_its_state():
     # an adopted state has fp32 weights, which steps would move apart from doubles
     still = plan(rate=pipeline_audit.STILL)
-    one = audit(groups(2, 3, 1), still, 2)
+    one = audit(parts(2, 3, 1), still, 2)
 
     async def cut_off(sim):
         while not sim.settled or len(one.named[1]) < 3:  # noqa: ASYNC110

@@ -120,7 +120,7 @@ def test_a_batch_that_does_not_fit_is_computed_in_halves(text, single, caplog, c
     CARD.reset_counters()
     with caplog.at_level(logging.WARNING):
         there = passes(made)
-    assert made.parts.at_once == 4
+    assert made.micro_batches.at_once == 4
     assert CARD.peak_bytes <= CARD.capacity_bytes
     (said,) = [record.getMessage() for record in caplog.records]
     assert said == (
@@ -147,7 +147,7 @@ def test_a_failure_anywhere_in_a_step_loses_and_doubles_nothing(
     whole.forward_backward(7, Progress(7))
     fails_at, tensors = 1 + int(place * tensors), 0
     found = passes(made, 7)
-    assert made.parts.at_once == 2
+    assert made.micro_batches.at_once == 2
     fails_at = math.inf
     assert_equal(found, passes(expected, 7))
 
@@ -155,9 +155,9 @@ def test_a_failure_anywhere_in_a_step_loses_and_doubles_nothing(
 def test_gradients_of_earlier_steps_survive_a_failure_and_are_added_once(text, single):
     made, expected = task(text, single, 2), task(text, single, 1)
     for each in (made, expected):
-        each.parts.size = 2
+        each.micro_batches.size = 2
         passes(each, 0)
-    expected.parts.size = 1
+    expected.micro_batches.size = 1
     failing(made, calls={3})
     assert_equal(passes(made, 1), passes(expected, 1))
 
@@ -195,7 +195,7 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(text, single):
     made.module.forward = lambda x, y: torch.zeros(3) @ torch.zeros(4)
     with pytest.raises(RuntimeError, match="size"):
         made.forward_backward(0, Progress(0))
-    assert made.parts.at_once == BATCH
+    assert made.micro_batches.at_once == BATCH
 
 
 # fp16
@@ -277,7 +277,7 @@ def test_a_model_that_fits_at_two_sequences_has_the_loss_of_eight(text, single, 
         for device in (single, Device())
     )
     found = passes(there)
-    assert there.parts.at_once == 2
+    assert there.micro_batches.at_once == 2
     assert CARD.peak_bytes <= CARD.capacity_bytes
     loss = passes(here)
     assert found[0] == pytest.approx(loss[0], rel=1e-6)

@@ -423,11 +423,11 @@ def test_a_row_goes_by_what_is_there():
         (NO_TAG, KEPT, WHOLE),
         (b"x" * 8, KEPT, WHOLE),
     ):
-        part = row.part(there)
+        part = row.delta(there)
         assert (part.kind, len(part.payload), part.after) == (kind, size, row.tag)
-    assert dataclasses.replace(row, kept=False).part(NO_TAG).kind == FULL
+    assert dataclasses.replace(row, kept=False).delta(NO_TAG).kind == FULL
     first = dataclasses.replace(row, before=NO_TAG, change=b"")
-    assert first.part(NO_TAG).kind == KEPT, "what was sent whole has no difference to nothing"
+    assert first.delta(NO_TAG).kind == KEPT, "what was sent whole has no difference to nothing"
 
 
 def test_what_a_microbatch_takes():

@@ -73,7 +73,7 @@ class Watched:
         state |= {f"mark.{name}": torch.tensor(number) for name, number in sync.marks.items()}
         held = {"snapshot": state, **checkpoint_state(self.serving)[0]}
         self.expected = {name: safetensors.torch.save(dict(part)) for name, part in held.items()}
-        self.begun = {"snapshot": sync.cut()[0], **self.keeper.cut().parts}
+        self.begun = {"snapshot": sync.cut()[0], **self.keeper.cut().groups}
         assert not any(cut.saved_bytes for cut in self.begun.values()), "nothing is copied at once"
         self.found = {name: cut.head for name, cut in self.begun.items()}
         self.readers = {name: cut.read() for name, cut in self.begun.items()}

@@ -190,9 +190,9 @@ SAMPLE = 3
 
 def remembered(bench, values, there=bytes(8), back=False):
     """A request for a pass with this m, float16 (L, D); its server may hold `there`."""
-    part = Row(values, tag_of(values), bytes(8), b"", True).part(there)
+    delta = Row(values, tag_of(values), bytes(8), b"", True).delta(there)
     request, payloads = bench.backward(1) if back else bench.forward(1)
-    payloads[1] = written([part])
+    payloads[1] = written([delta])
     payloads[2:] = [bytes_of(bench.outside(1).float())] if back else []
     return changed(request, {"visit": Visit((SAMPLE,), b"" if back else bytes(8))}), payloads
 
