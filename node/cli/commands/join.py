@@ -37,11 +37,17 @@ HEAVY = ("farflock.node.cli.commands.training", "farflock.node.process.node_proc
     is_flag=True,
     help="Print the run's manifest and what it needs; join nothing.",
 )
+@click.option(
+    "--no-wait",
+    is_flag=True,
+    help="End with exit code 3 if the run is full, instead of waiting until a member leaves.",
+)
 @size_options
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(
     invite: str | None,
     dry_run: bool,
+    no_wait: bool,
     uplink: float,
     peers: int | None,
     step_s: float,
@@ -65,9 +71,9 @@ def command(
 
     from farflock.node.run.invite import parse
 
+    out = Output(as_json)
     if invite is None:
         raise click.UsageError("no invite given; paste the word that begins with `farflock:`")
-    out = Output(as_json)
     invited = parse(invite, time.time())
     if dry_run:
         return _look(out, machine_of(machine), invited, (peers, uplink, step_s))
@@ -98,6 +104,7 @@ def command(
                 started,
                 LEARN_TIMEOUT_S,
                 progress,
+                waits_for_room=not no_wait,
             ),
             greet,
             grace_of(machine),

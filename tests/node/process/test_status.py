@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from farflock.node.process.status import DownloadStatus, Waiting, awaited_state, read_status
-from farflock.node.process.status_writer import PACE_SAMPLES, StatusWriter
+from farflock.node.process.status_writer import FULL, PACE_SAMPLES, StatusWriter
 from farflock.swarm.messages import Evaluation
 from farflock.swarm.peer.state_download import StateProgress
 from farflock.swarm.protocol.views import Member, View
@@ -50,7 +50,9 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
     peer = SimpleNamespace(
         me="me",
         context=port,
-        membership=SimpleNamespace(is_member=is_member, branch=None),
+        membership=SimpleNamespace(
+            is_member=is_member, branch=None, admission=SimpleNamespace(is_full=False)
+        ),
         pairing=SimpleNamespace(unsure_rounds=0),
         snapshots=SimpleNamespace(coming=None),
     )
@@ -118,6 +120,23 @@ def test_a_node_that_downloads_the_runs_state_says_how_much_is_left(tmp_path, mo
     assert wait.said({}) == said
     (mute,) = awaited_state(StateProgress(500_000, 1_000_000, 0.0))
     assert mute.said({}) == "the run's state: 0.5 of 1.0 MB, and nothing comes"
+
+
+def test_a_node_that_waits_for_room_in_a_full_run_says_so(tmp_path):
+    node = node_in(tmp_path, is_member=False)
+    node.member.peer.context.chain = object()
+    admission = node.member.peer.membership.admission
+    admission.is_full = True
+
+    async def waits():
+        async with StatusWriter(node).while_joining():
+            await asyncio.sleep(0.5)
+            status = read_status(tmp_path / "status.json")
+            assert status.doing == f"waits: {FULL}"
+            assert (status.is_member, status.waits) == (False, ())
+        return StatusWriter(node).write()  # of one that lost its place while it downloaded
+
+    assert run_virtual(waits()).doing == f"trains, but does not count yet: {FULL}"
 
 
 def test_it_has_the_newest_evaluation_with_its_member_and_a_sample(tmp_path):
