@@ -103,17 +103,37 @@ async def open_world(
         for contact in contacts:
             links.expect(contact)
 
+        kept = list(listen)  # where it listens: once it is open, also if it is opened again
+
         async def opening() -> OpenDirectory:
             doors = _doors(links, contacts)
-            return await _open_directory(folder, run, doors, listen, client_mode)
+            try:
+                return await _open_directory(folder, run, doors, kept, client_mode)
+            except PortTaken:
+                if kept == [*listen]:
+                    raise
+                kept[:] = listen  # another program has the port of the one that has ended
+                return await _open_directory(folder, run, doors, kept, client_mode)
 
-        directory = DirectoryBeside(opening, lambda addresses: links.record(doors=addresses))
+        def opened_at(addresses: tuple[str, ...]) -> None:
+            links.record(doors=addresses)
+            kept[:] = [at_port_of(addresses, each) for each in listen]
+
+        directory = DirectoryBeside(opening, opened_at)
         opened.push_async_callback(directory.close)
         if not contacts:
             await directory.begin()
         clock, workers = Clock(time.time, rests=True), Workers(codec, files)
         trouble = directory.trouble
         yield PeerWorld(links, directory, clock, workers, Files(folder), trouble), links
+
+
+def at_port_of(addresses: Sequence[str], listen: str) -> str:
+    """Return where a directory listens that had any free port, once it has these addresses: what
+    leads to it, in invites and records, still does if it is opened again."""
+    ports = (address.split("/tcp/")[1].partition("/")[0] for address in addresses)
+    place, is_any, _ = listen.rpartition("/tcp/0")
+    return f"{place}/tcp/{next(ports, '0')}" if is_any else listen
 
 
 def _doors(links: ZmqLinks, contacts: Sequence[Contact]) -> list[str]:
