@@ -5,7 +5,7 @@ import collections
 from itertools import pairwise
 
 import pytest
-from worlds.herd import VIEW_S, identity, in_virtual_time
+from worlds.herd import VIEW_S, grown, identity, in_virtual_time
 from worlds.peers import peer_in
 from worlds.waiting import now, until
 
@@ -195,6 +195,36 @@ def test_a_peer_that_was_stopped_for_a_while_is_in_again_the_founder_too(stopped
         )
         known = node.applied
         await until(lambda: any(done > known for done in node.served()), 20, "its contribution")
+
+    main()
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_machine_that_slept_is_counted_again_within_a_minute_and_starts_no_branch(number):
+    """Its ticks stand still while it sleeps, so that its clock jumps between two of them."""
+
+    @in_virtual_time()
+    async def main(herd):
+        herd.branch_after_s, herd.pace_s = 30.0, 2.0
+        await grown(herd, 3)
+        sleeper, other = herd.nodes[number], herd.nodes[1]
+        awake, wait = asyncio.Event(), sleeper.peer.ticks.wait
+
+        async def slept():
+            await awake.wait()
+            await wait()
+
+        sleeper.peer.ticks.wait = slept
+        herd.network.stop(sleeper.id)
+        await asyncio.sleep(150.0)
+        assert sleeper.id not in other.members
+        assert other.applied > sleeper.applied + LOG_ROUNDS, "the others went on"
+        awake.set()
+        herd.network.cont(sleeper.id)
+        known = other.applied
+        await until(lambda: any(done > known for done in sleeper.served()), 60, "its contribution")
+        assert sleeper.peer.membership.branch is None
+        assert len(other.members) == 3
 
     main()
 
