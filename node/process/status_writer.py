@@ -135,6 +135,7 @@ def status_of(
     peer = part.peer
     view = peer.context.views.newest
     sent_bytes, received_bytes = links.total_bytes()
+    slow = peer.rounds.slowness.named(view.peers)
     return Status(
         pid=os.getpid(),
         run=node.run,
@@ -148,7 +149,7 @@ def status_of(
         members=view.peers,
         is_member=peer.membership.is_member,
         partners=tuple(
-            _partner(links, other, other.peer == part.twin)
+            _partner(links, other, other.peer == part.twin, slow.get(other.peer, ""))
             for other in view.members
             if other.peer != peer.me
         ),
@@ -198,9 +199,9 @@ def _doing(node: "NodeProcess") -> str:
     return f"{does}; counts as a member from the next change of members (within {view_s:g} s)"
 
 
-def _partner(links: Links, member: Member, twin: bool = False) -> PartnerStatus:
+def _partner(links: Links, member: Member, twin: bool, slow: str) -> PartnerStatus:
     peer = member.peer
     rtt_s = links.rtt_s(peer)
     rtt_ms = None if rtt_s is None else rtt_s * 1000
     life, road, role = links.life(peer), links.road(peer), role_of(member.stage)
-    return PartnerStatus(peer, life, road, rtt_ms, role, twin)
+    return PartnerStatus(peer, life, road, rtt_ms, role, twin, slow)

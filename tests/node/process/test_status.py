@@ -54,6 +54,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
             is_member=is_member, branch=None, admission=SimpleNamespace(is_full=False)
         ),
         pairing=SimpleNamespace(unsure_rounds=0),
+        rounds=SimpleNamespace(slowness=SimpleNamespace(named=lambda members: {"other": "line"})),
         snapshots=SimpleNamespace(coming=None),
     )
     part = SimpleNamespace(
@@ -92,7 +93,7 @@ def test_a_status_can_be_read_back_and_names_the_peers_that_are_waited_for(tmp_p
     StatusWriter(node_in(tmp_path)).write()
     status = read_status(tmp_path / "status.json")
     assert status.waits == (Waiting("delta", 4, ("other",), 2.0),)
-    assert status.partners[0].rtt_ms == 12.5
+    assert (status.partners[0].rtt_ms, status.partners[0].slow) == (12.5, "line")
     assert status.dropped == {"x": 1, "queue full": 2}
     assert (status.rounds, status.last_round, status.doing) == ({"ok": 4}, 3, "trains")
     assert not list(tmp_path.glob("*.partial"))
