@@ -119,6 +119,7 @@ def _machine_of(options: dict[str, object], described: "Manifest") -> "MachineOp
     """Return the machine's contribution, in the run's own folder if none is named."""
     from farflock.node.cli.own_runs import folder_to_found
 
+    machine = machine_of(options)  # refuses what cannot be before a folder is made
     if options["folder"] is None and os.environ.get("RANK", "0") == "0":  # of several, one leads
-        options["folder"] = folder_to_found(described.run_id).path
-    return machine_of(options)
+        return replace(machine, folder=folder_to_found(described.run_id))
+    return machine
