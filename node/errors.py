@@ -46,6 +46,12 @@ class RefusedByRun(FarflockError):
     exit_code = 3
 
 
+class LivesElsewhere(Failure):
+    """Another process has this node's identity and is in the run with it."""
+
+    exit_code = 3
+
+
 EXPLAINED: dict[str, type[FarflockError]] = {
     "farflock.compression.activation.Incompatible": RefusedByRun,  # this machine's basis differs
     "farflock.compression.codec.UnencodableTensor": Failure,  # the training has diverged

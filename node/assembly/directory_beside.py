@@ -1,5 +1,5 @@
 """A run's directory beside everything else: it is opened when it is first asked, and a node whose
-directory cannot be opened goes on without it.
+directory cannot be opened, or has died or fallen silent, goes on without it until it is open again.
 """
 
 import asyncio
@@ -12,7 +12,9 @@ from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.directory import Directory
 from farflock.swarm.tasks import cancel
 
-RETRY_S = 60.0  # after a failure
+RETRY_S = 2.0  # after the first failure, doubling
+LONGEST_RETRY_S = 60.0
+WATCH_S = 5.0  # between two looks at the directory
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,10 @@ class OpenDirectory(Directory, Protocol):
     @property
     def alive(self) -> bool:
         """False once nothing can be reached; it must be closed and opened again."""
+        ...
+
+    async def trouble(self) -> str:
+        """Return why it must be closed and opened again, as a clause; nothing if it serves."""
         ...
 
 
@@ -42,7 +48,8 @@ class DirectoryBeside:
         self._opening, self._opened = opening, opened
         self._task: asyncio.Task[OpenDirectory] | None = None
         self._inner: OpenDirectory | None = None
-        self._again_s = 0.0
+        self._watching: asyncio.Task[None] | None = None
+        self._again_s, self._pause_s = 0.0, RETRY_S
         self._closed = False
 
     @property
@@ -61,6 +68,8 @@ class DirectoryBeside:
         """Return the directory once it is open; raise what keeps it from that."""
         if self._closed:
             raise DirectoryUnreachable("the directory is closed; open another one")
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
         if self._task is None or (self._task.done() and self._is_due()):
             self._task = asyncio.create_task(self._open())
         await asyncio.wait([self._task])  # it goes on if the one who asks has no time to wait
@@ -71,7 +80,7 @@ class DirectoryBeside:
     def _is_due(self) -> bool:
         """Return whether to open it again."""
         if self._inner is not None:
-            return not self._inner.alive
+            return bool(self.failure) or not self._inner.alive
         return asyncio.get_running_loop().time() >= self._again_s
 
     async def _open(self) -> OpenDirectory:
@@ -81,15 +90,28 @@ class DirectoryBeside:
                 await before.close()
             self._inner = await self._opening()
         except Exception as error:  # whatever it is, the node can go on without a directory
-            self._again_s = asyncio.get_running_loop().time() + RETRY_S
+            self._again_s = asyncio.get_running_loop().time() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_RETRY_S)
             self.failure = str(error) or type(error).__name__
             if isinstance(error, DirectoryUnreachable | PortTaken):
                 raise
             self.failure = f"it cannot be opened ({self.failure}); check that hivemind is complete"
             raise DirectoryUnreachable(f"the directory: {self.failure}") from error
-        self.failure = ""
+        if self.failure:
+            log.info("the directory is open again")
+        self.failure, self._pause_s = "", RETRY_S
         self._opened(self._inner.addresses)
         return self._inner
+
+    async def _watch(self) -> None:
+        """Open the directory again when it has died or fallen silent, or could not be opened."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if (inner := self._inner) is not None and (why := await inner.trouble()):
+                log.warning("the node goes on without the directory, and opens it again: %s", why)
+                self.failure = why
+            if self._task is not None and self._task.done() and self._is_due():
+                await self._there()
 
     async def _there(self) -> OpenDirectory | None:
         """Return the directory; None if there is none now."""
@@ -118,7 +140,6 @@ class DirectoryBeside:
 
     async def close(self) -> None:
         self._closed = True
-        if self._task is not None:
-            await cancel(self._task)
+        await cancel(*(task for task in (self._watching, self._task) if task is not None))
         if self._inner is not None:
             await self._inner.close()

@@ -103,6 +103,7 @@ class ReplicaNode(WholePart):
         """Join the run through the members with these records: learn the views within `timeout_s`,
         adopt the state, which takes as long as it comes, and ask to be admitted."""
         await self.peer.meet(records, timeout_s)
+        await self.peer.membership.admission.find_room()
         await self.state_sync.adopt(None, downloaded)
         self.peer.ask_in()
         self.training_task.joined_at = self.loop.step

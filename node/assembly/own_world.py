@@ -14,7 +14,7 @@ from pathlib import Path
 
 from farflock.node.assembly.directory_beside import DirectoryBeside, OpenDirectory
 from farflock.node.assembly.peer_world import Clock, Files, PeerWorld, Workers
-from farflock.node.errors import Failure, Usage
+from farflock.node.errors import Failure, LivesElsewhere, Usage
 from farflock.node.state.paths import RunFolder, make_folder
 from farflock.swarm.compute import Worker
 from farflock.swarm.contact import Contact, contact_of
@@ -97,23 +97,74 @@ async def open_world(
             incarnation=secrets.randbits(62),
             sequence=int(time.time() * 1000),
             listen=None if client_mode else f"tcp://{host}:{listening.port}",
+            on_twin=(life := OneLife(folder)).stop,
         )
         links = await ZmqLinks.open(identity, run, options)
         opened.push_async_callback(links.close)
         for contact in contacts:
             links.expect(contact)
 
+        kept = list(listen)  # where it listens: once it is open, also if it is opened again
+
         async def opening() -> OpenDirectory:
             doors = _doors(links, contacts)
-            return await _open_directory(folder, run, doors, listen, client_mode)
+            try:
+                return await _open_directory(folder, run, doors, kept, client_mode)
+            except PortTaken:
+                if kept == [*listen]:
+                    raise
+                kept[:] = listen  # another program has the port of the one that has ended
+                return await _open_directory(folder, run, doors, kept, client_mode)
 
-        directory = DirectoryBeside(opening, lambda addresses: links.record(doors=addresses))
+        def opened_at(addresses: tuple[str, ...]) -> None:
+            links.record(doors=addresses)
+            kept[:] = [at_port_of(addresses, each) for each in listen]
+
+        directory = DirectoryBeside(opening, opened_at)
         opened.push_async_callback(directory.close)
         if not contacts:
             await directory.begin()
         clock, workers = Clock(time.time, rests=True), Workers(codec, files)
         trouble = directory.trouble
-        yield PeerWorld(links, directory, clock, workers, Files(folder), trouble), links
+        with life:
+            yield PeerWorld(links, directory, clock, workers, Files(folder), trouble), links
+
+
+class OneLife:
+    """Ends its block with `LivesElsewhere` once `stop` is called: members say that this identity is
+    in the run in another process."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder, self._is_told = folder, False
+        self._owner = asyncio.current_task()
+
+    def stop(self) -> None:
+        """End the block; called in its loop."""
+        if not self._is_told and self._owner is not None:
+            self._is_told = True
+            self._owner.cancel()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._is_told or self._owner is None:
+            return
+        self._owner.uncancel()
+        if kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise LivesElsewhere(
+                "this node's identity is in the run already",
+                f"a process with a copy of {self._folder.path} answers for it",
+                "stop one of the two, or give this one an empty --folder",
+            ) from None
+
+
+def at_port_of(addresses: Sequence[str], listen: str) -> str:
+    """Return where a directory listens that had any free port, once it has these addresses: what
+    leads to it, in invites and records, still does if it is opened again."""
+    ports = (address.split("/tcp/")[1].partition("/")[0] for address in addresses)
+    place, is_any, _ = listen.rpartition("/tcp/0")
+    return f"{place}/tcp/{next(ports, '0')}" if is_any else listen
 
 
 def _doors(links: ZmqLinks, contacts: Sequence[Contact]) -> list[str]:

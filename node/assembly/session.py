@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 from farflock.node.assembly.known_run import KnownRun
 from farflock.node.assembly.part import Part
 from farflock.node.assembly.peer_world import PeerWorld, peer_over
-from farflock.node.errors import Failure, Usage
+from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.run.invite import MAX_MEMBERS, MAX_NAME_BYTES, Invite, mint, parse
 from farflock.node.state.kept_chunks import DownloadFolder
 from farflock.node.state.paths import RunFolder, write_whole
 from farflock.swarm.contact import Contact, contact_of
 from farflock.swarm.identity import Identity
+from farflock.swarm.messages import MAX_MEMBERS as MAX_IN_RUN
 from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.record import unseal
 from farflock.swarm.tasks import cancel
@@ -46,7 +47,9 @@ class Session:
     def __init__(self, world: PeerWorld, identity: Identity, known: KnownRun) -> None:
         self.world, self.known = world, known
         self.peer = peer_over(world, identity, known.terms)
+        self.waits_for_room = True  # in a full run, until a member leaves
         self.silent = False  # no other member stays, so there is nobody to say goodbye to
+        self.peer.membership.admission.on_full = self._say_full
         self._is_in = False
         self._helpers: list[asyncio.Task[None]] = []
 
@@ -73,8 +76,8 @@ class Session:
         timeout_s: float,
         downloaded: DownloadProgress = lambda here, total: None,
     ) -> None:
-        """Bring a part into the run of others, once it has the state; raise what the part raises,
-        such as `TimeoutError`, if no member answers."""
+        """Bring a part into the run of others, once there is room and it has the state; raise what
+        the part raises, such as `TimeoutError`, if no member answers."""
         await part.join(self.known.records, timeout_s, downloaded)
         self._stay()
 
@@ -129,6 +132,14 @@ class Session:
         ends = math.ceil(ends_s / INVITE_ROUND_S) * INVITE_ROUND_S
         name = self.known.manifest.run.name[:MAX_NAME_BYTES]
         return Invite(self.known.run, self.known.founder, members, name, ends)
+
+    def _say_full(self) -> None:
+        """Say that the run has no room; raise `RefusedByRun` if this peer does not wait for it."""
+        full = f"the run is full: it has {MAX_IN_RUN} members, as many as a run can have"
+        if not self.waits_for_room:
+            remedy = "try again later, or without --no-wait, to wait until a member leaves"
+            raise RefusedByRun(full, "", remedy)
+        log.warning("%s; this node waits until one of them leaves", full)
 
     # while a part is in
 

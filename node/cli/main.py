@@ -37,6 +37,7 @@ COMMANDS = {  # name: (module:attribute, short help); nothing is imported until 
         "farflock.node.cli.commands.status:command",
         "Show what a node is doing, or look at a run.",
     ),
+    "list": ("farflock.node.cli.commands.list:command", "Show your runs on this machine."),
     "log": (
         "farflock.node.cli.commands.log:command",
         "Print what the node has measured.",
@@ -70,7 +71,7 @@ COMMANDS = {  # name: (module:attribute, short help); nothing is imported until 
 }
 GROUPS = {  # title in the help: commands
     "Take part": ("demo", "join", "leave"),
-    "Start and watch a run": ("run", "status", "log"),
+    "Start and watch a run": ("run", "status", "list", "log"),
     "Prepare a run": ("tokenizer", "data"),
     "Use the model": ("generate", "evaluate", "export"),
     "Study": ("sim", "reproduce", "bench"),
@@ -199,9 +200,14 @@ def _with_help(error: click.ClickException) -> str:
 
 
 def _unexpected(error: Exception) -> str:
-    with tempfile.NamedTemporaryFile("w", prefix="farflock-", suffix=".log", delete=False) as log:
+    attach = ""
+    with (
+        contextlib.suppress(OSError),
+        tempfile.NamedTemporaryFile("w", prefix="farflock-", suffix=".log", delete=False) as log,
+    ):
         traceback.print_exception(error, file=log)
+        attach = f" and attach {log.name}"
     return (
         f"unexpected {type(error).__name__}: {error}; this is a bug in Farflock,"
-        f" please report it and attach {log.name}"
+        f" please report it{attach}"
     )

@@ -168,6 +168,7 @@ class OptimizerNode(WholePart):
 
         try:
             await self.peer.meet(records, timeout_s)
+            await self.peer.membership.admission.find_room()
             async with _told(self.peer):
                 await self.loop.state_sync.adopt(downloaded=verified)
             await self.gate()

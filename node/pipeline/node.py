@@ -135,6 +135,7 @@ class PipelineNode:
         replica does this for all stages at once: a stage that waited for the others would fall
         behind."""
         await self.peer.meet(list(records), timeout_s)
+        await self.peer.membership.admission.find_room()
         self._look_on()
         if self.evaluator is not None:
             self.evaluator.joins()

@@ -102,6 +102,8 @@ async def join(
     on_start: OnStart,
     learn_timeout_s: float = LEARN_TIMEOUT_S,
     downloaded: DownloadProgress = lambda here, total: None,
+    *,
+    waits_for_room: bool = True,
 ) -> Path:
     """Join the run of an invite and train it to its end; return the final checkpoint's folder.
 
@@ -110,7 +112,9 @@ async def join(
     another life."""
     while True:
         try:
-            return await _join(machine, invite, on_start, learn_timeout_s, downloaded)
+            return await _join(
+                machine, invite, on_start, learn_timeout_s, downloaded, waits_for_room
+            )
         except LifeOver as reason:
             invite = _known_again(machine, invite.run, reason)
             if reason.stage is not None:
@@ -137,6 +141,7 @@ async def _join(
     on_start: OnStart,
     learn_timeout_s: float,
     downloaded: DownloadProgress,
+    waits_for_room: bool,
 ) -> Path:
     identity, run = identity_of(machine.folder), invite.run
     remembered, saved = AddressCache(machine.folder).read(run), last_of(machine.folder, run)
@@ -153,6 +158,7 @@ async def _join(
         stage, trains = EVERY if pipeline is None else NOTHING, True
         links.record(role=role_of(stage if inputs.machine.evaluates else UNMEASURED))
         async with Session(world, identity, known).running() as session:
+            session.waits_for_room = waits_for_room
             if pipeline is not None:
                 with _answered(session.peer):
                     # a founder that rejoins trains as before

@@ -17,7 +17,8 @@ from farflock.swarm.peer.state_download import StateProgress
 
 
 class PartnerStatus(msgspec.Struct, frozen=True):
-    """Another member, as this node sees it. A `twin` has sent the same updates, bit for bit."""
+    """Another member, as this node sees it. A `twin` has sent the same updates, bit for bit;
+    `slow` says what has made it slower than it was: its machine or its line (empty: nothing)."""
 
     peer: str
     life: str
@@ -25,6 +26,7 @@ class PartnerStatus(msgspec.Struct, frozen=True):
     rtt_ms: float | None
     role: str = "replica"
     twin: bool = False
+    slow: str = ""
 
 
 class DownloadStatus(msgspec.Struct, frozen=True):

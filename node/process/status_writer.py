@@ -15,6 +15,7 @@ from farflock.node.errors import Failure
 from farflock.node.process.status import PartnerStatus, Status, Waiting, awaited_state, watched
 from farflock.node.state.paths import write_whole
 from farflock.swarm.links import Links
+from farflock.swarm.messages import MAX_MEMBERS
 from farflock.swarm.peer.state_download import StateProgress
 from farflock.swarm.protocol.views import Member
 from farflock.swarm.roles import role_of
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from farflock.node.process.node_process import NodeProcess
 
 STATUS_EVERY_S = 1.0
+FULL = f"the run is full (it has {MAX_MEMBERS} members), until one of them leaves"
 PACE_SAMPLES = 10  # seconds over which the pace is measured
 
 Sample = tuple[float, int, float]
@@ -60,8 +62,8 @@ class StatusWriter:
     async def _follow_download(self) -> None:
         peer = self._node.member.peer
         while True:
-            coming = peer.snapshots.coming
-            if coming is not None and peer.context.chain is not None:
+            coming, is_full = peer.snapshots.coming, peer.membership.admission.is_full
+            if (coming is not None or is_full) and peer.context.chain is not None:
                 self._put(joining(self._node, coming))
             await asyncio.sleep(STATUS_EVERY_S)
 
@@ -113,9 +115,10 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
                 log.error("the node's status can no longer be shown", exc_info=ended)
 
 
-def joining(node: "NodeProcess", coming: StateProgress) -> Status:
-    """Return the status of a node that downloads the run's state: it is no member yet."""
-    found = status_of(node, "downloads the run's state")
+def joining(node: "NodeProcess", coming: StateProgress | None) -> Status:
+    """Return the status of a node that downloads the run's state, or (None) waits for room in the
+    run: it is no member yet."""
+    found = status_of(node, f"waits: {FULL}" if coming is None else "downloads the run's state")
     return msgspec.structs.replace(
         found, tokens=0, loss=None, is_member=False, waits=awaited_state(coming)
     )
@@ -132,6 +135,7 @@ def status_of(
     peer = part.peer
     view = peer.context.views.newest
     sent_bytes, received_bytes = links.total_bytes()
+    slow = peer.rounds.slowness.named(view.peers)
     return Status(
         pid=os.getpid(),
         run=node.run,
@@ -145,7 +149,7 @@ def status_of(
         members=view.peers,
         is_member=peer.membership.is_member,
         partners=tuple(
-            _partner(links, other, other.peer == part.twin)
+            _partner(links, other, other.peer == part.twin, slow.get(other.peer, ""))
             for other in view.members
             if other.peer != peer.me
         ),
@@ -189,13 +193,15 @@ def _doing(node: "NodeProcess") -> str:
         does += f", without the run's directory ({trouble})"
     if part.peer.membership.is_member:
         return does
+    if part.peer.membership.admission.is_full:
+        return f"{does}, but does not count yet: {FULL}"
     view_s = node.manifest.exchange.view_s
     return f"{does}; counts as a member from the next change of members (within {view_s:g} s)"
 
 
-def _partner(links: Links, member: Member, twin: bool = False) -> PartnerStatus:
+def _partner(links: Links, member: Member, twin: bool, slow: str) -> PartnerStatus:
     peer = member.peer
     rtt_s = links.rtt_s(peer)
     rtt_ms = None if rtt_s is None else rtt_s * 1000
     life, road, role = links.life(peer), links.road(peer), role_of(member.stage)
-    return PartnerStatus(peer, life, road, rtt_ms, role, twin)
+    return PartnerStatus(peer, life, road, rtt_ms, role, twin, slow)

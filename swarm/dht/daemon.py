@@ -4,10 +4,15 @@ import asyncio
 import contextvars
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
+from farflock.swarm.dht.greeting import DirectoryUnreachable
+
+ANSWER_S = 10.0  # a starved machine takes seconds
 CLOSE_TIMEOUT_S = 5.0
 DOOR_WAITS_S = (0.5, 2.0, 5.0)  # before attempts two, three and four to reach a peer
 # Two wordings of the daemon's last message.
@@ -34,17 +39,25 @@ class BoundDaemon(P2P):  # type: ignore[misc]  # hivemind is untyped
     @staticmethod
     def _make_process_args(*args: object, **options: object) -> list[str]:
         command: list[str] = P2P._make_process_args(*args, **options)
+        if not os.access(command[0], os.X_OK):
+            raise DirectoryUnreachable(
+                f"the libp2p daemon {command[0]} may not be executed: its file system may be"
+                " mounted with noexec; install Farflock on another one"
+            )
         if sys.platform != "linux":
             return command
         return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
 
     @classmethod
-    async def start(cls, **options: object) -> "BoundDaemon":
-        """Start a daemon; if anything fails, leave none behind."""
+    async def start(cls, sockets: Path, **options: object) -> "BoundDaemon":
+        """Start a daemon with its sockets in this folder; if anything fails, leave none behind."""
         started: list[BoundDaemon] = []
         token = _starting.set(started)
+        placed: Any = type(
+            cls.__name__, (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/hivemind-"}
+        )
         try:
-            daemon: BoundDaemon = await cls.create(**options)
+            daemon: BoundDaemon = await placed.create(**options)
         except BaseException:
             for daemon in started:
                 await daemon.stop()
@@ -54,16 +67,16 @@ class BoundDaemon(P2P):  # type: ignore[misc]  # hivemind is untyped
         return daemon
 
     @classmethod
-    async def start_patiently(cls, **options: object) -> "BoundDaemon":
+    async def start_patiently(cls, sockets: Path, **options: object) -> "BoundDaemon":
         """Start a daemon, and retry if no peer of the invite could be reached: it may be busy."""
         for wait_s in DOOR_WAITS_S:
             try:
-                return await cls.start(**options)
+                return await cls.start(sockets, **options)
             except P2PDaemonError as error:
                 if not finds_no_door(error):
                     raise
             await asyncio.sleep(wait_s)
-        return await cls.start(**options)
+        return await cls.start(sockets, **options)
 
     @property
     def pid(self) -> int:
@@ -74,6 +87,26 @@ class BoundDaemon(P2P):  # type: ignore[misc]  # hivemind is untyped
     def deaf(self) -> bool:
         """True once the daemon or the connection to it is gone, so that no call gets an answer."""
         return self._child.returncode is not None or self._client.control._read_task.done()
+
+    async def trouble(self) -> str:
+        """Return why this daemon serves nobody any more, as a clause; nothing if it answers.
+
+        A new connection shows that it listens: an open one outlives the socket's file."""
+        socket = Path(self._daemon_listen_maddr["unix"])
+        if self._child.returncode is not None:
+            return f"the libp2p daemon (process {self.pid}) has ended"
+        if self.deaf:
+            return "the connection to the libp2p daemon has ended"
+        if not socket.exists():  # noqa: ASYNC240 - in memory
+            return f"the libp2p daemon's socket in {socket.parent} was removed"
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._client.identify()
+        except TimeoutError:
+            return f"the libp2p daemon has not answered for {ANSWER_S:.0f} s"
+        except (OSError, EOFError, P2PDaemonError) as error:
+            return f"the libp2p daemon refuses connections ({error})"
+        return ""
 
     async def stop(self) -> None:
         """End all calls in flight, the daemon and the tasks that serve it; idempotent."""

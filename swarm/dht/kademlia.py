@@ -32,7 +32,12 @@ from hivemind.utils.auth import AuthRPCWrapper
 from hivemind.utils.multiaddr import Multiaddr
 
 from farflock.swarm.dht.daemon import BoundDaemon, finds_no_door
-from farflock.swarm.dht.files import IdentityLock, refuse_taken_ports, remove_dead_sockets
+from farflock.swarm.dht.files import (
+    IdentityLock,
+    place_for_sockets,
+    refuse_taken_ports,
+    remove_dead_sockets,
+)
 from farflock.swarm.dht.greeting import DirectoryUnreachable, Greeting, clock_ahead_s, judge
 from farflock.swarm.dht.item_store import ItemStore, StoredItem
 from farflock.swarm.dht.lookup import WIDTH, LookupReply, Walk
@@ -78,7 +83,6 @@ MAX_INITIAL_PEERS = 16
 MAX_ADDRESS_CHARS = 256
 MAX_PEER_ID_BYTES = 64
 
-_SOCKET_FOLDER = Path("/tmp")  # hivemind's choice
 _log = logging.getLogger(__name__)
 
 
@@ -330,12 +334,14 @@ class DhtDirectory:
         cell_of(identity.public, cells)  # raises for a bad number before anything starts
         doors = _parse_doors(initial_peers, identity)
         refuse_taken_ports(() if client_mode else listen)
+        sockets = place_for_sockets(identity_path)
         lock = None if locked else IdentityLock(identity_path)
         daemon = None
         try:
-            remove_dead_sockets(_SOCKET_FOLDER, wall_s())
+            remove_dead_sockets(sockets, wall_s())
             async with asyncio.timeout(timeout_s):
                 daemon = await BoundDaemon.start_patiently(
+                    sockets,
                     initial_peers=[
                         address for addresses in doors.values() for address in addresses
                     ],
@@ -383,6 +389,10 @@ class DhtDirectory:
     def alive(self) -> bool:
         """False once the daemon is gone and nothing can be reached; close and open again."""
         return not self._protocol.closed and not self._daemon.deaf
+
+    async def trouble(self) -> str:
+        """Return why it must be closed and opened again, as a clause; nothing if it serves."""
+        return await self._daemon.trouble()
 
     @property
     def protocol(self) -> DHTProtocol:

@@ -1,8 +1,12 @@
 """Known peers, the questions of newcomers, and the requests of peers that join or leave a run.
 
-Outsiders repeat `Join` to all known members until they are in a view; `Leave` is sent once.
+Outsiders repeat `Join` to all known members until they are in a view; `Leave` is sent once. A view
+that has as many members as it may have says "full": its members have signed it, so nobody can make
+that up. Outsiders then only ask a few members, ever more rarely, for a view with room.
 """
 
+import asyncio
+import random
 from collections.abc import Callable
 
 from farflock.swarm.links import PeerId
@@ -23,6 +27,9 @@ from farflock.swarm.roles import stage_of
 
 JOIN_EVERY_S = 1.0  # a request is repeated, since it may be lost or expire
 JOIN_LASTS_S = 4.0  # several repetitions: one lost message does not withdraw a request
+ROOM_EVERY_S = 0.1  # between looks at whether there is room
+FULL_EVERY_S = 30.0  # the longest pause between two questions for room
+FULL_ASKED = 3  # members, other ones each time; one of them may be about to leave
 MAX_KNOWN = 1024  # records kept; strangers can make any number of identities
 
 
@@ -110,24 +117,46 @@ class Admission:
         self.watching = False  # wants the views now, and admission only later
         self.leaves = False  # this peer has said goodbye
         self._context, self._book = context, book
-        self._joined_s = -1e9
+        self.on_full: Callable[[], None] = lambda: None
+        self._joined_s, self._pause_s = -1e9, JOIN_EVERY_S
+        self._random = random.Random(f"{context.seed}/{context.me}/room")
+
+    @property
+    def is_full(self) -> bool:
+        """True if the newest view has no room for this peer."""
+        chain = self._context.chain
+        return chain is not None and chain.newest.is_full_for(self._context.me)
+
+    async def find_room(self) -> None:
+        """Return once the run has room for this peer. `on_full` is called if it has none, once, and
+        may raise; a state that is downloaded before there is room would be too old."""
+        if self.is_full:
+            self.on_full()
+        while self.is_full:  # noqa: ASYNC110 - it may change with each view
+            await asyncio.sleep(ROOM_EVERY_S)
 
     def to_ask(self, now_s: float) -> list[PeerId]:
         """Return the peers to ask now for admission or views: none for a member, or if not due."""
         self._context.leaving = self.candidates.leaving
-        due = now_s - self._joined_s >= JOIN_EVERY_S
+        if not self.is_full:
+            self._pause_s = JOIN_EVERY_S
+        due = now_s - self._joined_s >= self._pause_s
         if not (self.wants_in or self.watching) or self._context.is_member or not due:
             return []
         self._joined_s = now_s
         # A few records are enough; strangers may have filled the book.
-        return sorted({*self._book.others(), *list(self._book.records)[:16]} - {self._context.me})
+        known = sorted({*self._book.others(), *list(self._book.records)[:16]} - {self._context.me})
+        if not self.is_full:
+            return known
+        self._pause_s = min(2 * self._pause_s, FULL_EVERY_S)
+        return self._random.sample(known, min(len(known), FULL_ASKED))
 
     def ask(self, peer: PeerId) -> None:
-        """Ask a peer for admission, if this peer wants in."""
+        """Ask a peer for admission, if this peer wants in and there is room."""
         chain, me = self._context.chain, self._context.me
         # A view given up may still list this peer, which must then leave before it can join.
         listed = chain is not None and chain.newest.index(me, self._context.incarnation) is not None
-        if self.wants_in:
+        if self.wants_in and not self.is_full:
             self._context.send(peer, Leave() if listed else Join(self._book.mine))
 
     def receive_join(self, sender: PeerId, blob: bytes) -> None:

@@ -10,7 +10,6 @@ rounds and carries out their actions.
 """
 
 import asyncio
-import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -50,6 +49,7 @@ from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.groups import order, rotation
 from farflock.swarm.protocol.latecomers import LATE_SHARE, Latecomers
 from farflock.swarm.protocol.log_truncation import LogTruncation, oldest_of
+from farflock.swarm.protocol.slowness import Slowness
 from farflock.swarm.protocol.views import View
 
 # An observer makes no offers by which it would notice a missed decision, so it asks this often.
@@ -69,6 +69,7 @@ class Rounds:
         self._open_rounds = OpenRounds(
             context, self._streams, self.machines, self._log, self._catch_up
         )
+        self.slowness = self._open_rounds.slowness  # of other members
 
     # what the node calls
 
@@ -323,7 +324,7 @@ class OpenRounds:
     ) -> None:
         self._context, self._streams, self._machines = context, streams, machines
         self._log, self._catch_up = log, catch_up
-        self._late = Latecomers(context.away)
+        self._late, self.slowness = Latecomers(context.away), Slowness()
 
     def close(self, name: str) -> None:
         """Forget the machines of a stream, and release what they held."""
@@ -366,8 +367,11 @@ class OpenRounds:
         machine = self.begin(state, message.key, view)
         if machine is None:
             return
+        now_s = self._context.now()
+        if isinstance(message, Offer) and member not in machine.content.offers:
+            self.slowness.note(sender, "machine", message.key, now_s - machine.began_s)
         try:
-            machine.receive(self._context.now(), member, message)
+            machine.receive(now_s, member, message)
         except BadCloseList:
             self._context.drop("bad close list")
         self._carry_out(machine)
@@ -545,14 +549,15 @@ class OpenRounds:
         def holders() -> list[PeerId]:
             return [machine.roster.peers[member] for member in wanted.holders()]
 
-        entry, pin = (wanted.digest, wanted.size), work_pin(machine.key)
-        fetch = functools.partial(
-            self._context.bundles.fetch, stream, wanted.bundle, entry, holders
-        )
+        first, then_s, pin = holders(), self._context.now(), work_pin(machine.key)
         try:
-            there = fits and await fetch(pin, timeout_s)
+            there = fits and await self._context.bundles.fetch(
+                stream, wanted.bundle, (wanted.digest, wanted.size), holders, pin, timeout_s
+            )
         except BadBundle:
             there = fits = False
+        if there and first == holders() and len(first) == 1:
+            self.slowness.note(first[0], "line", machine.key, self._context.now() - then_s)
         if self._is_too_late(machine):
             return
         corrupt = not fits

@@ -95,6 +95,10 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """True if a peer is a member, in whichever life."""
         return peer in self._places
 
+    def is_full_for(self, peer: PeerId) -> bool:
+        """True if there is no room for a peer, which is not a member in any life."""
+        return len(self.members) >= MAX_MEMBERS and not self.lists(peer)
+
     def serving(self, stage: int | None) -> tuple[int, ...]:
         """Return the indices of the members that serve a stage (None: the whole model, all)."""
         wanted = {stage, EVERY}

@@ -13,6 +13,7 @@ from farflock.swarm.zmq.message import RECORD
 from farflock.swarm.zmq.outbox import CONTROL
 from farflock.swarm.zmq.partner import Dial, Partner, PartnerTable, Route
 from farflock.swarm.zmq.socket import ZmqSocket
+from farflock.swarm.zmq.twins import Twins
 
 MAX_ROUTES_PER_PEER = 2  # accepted per traffic class from one identity
 GONE_S = 1.0  # how long frames of a closed connection are still accepted
@@ -23,6 +24,7 @@ class Handshakes:
 
     def __init__(self, table: PartnerTable) -> None:
         self.greeting = b""  # the first message on each connection: our signed record
+        self.twins = Twins(table)
         self._table = table
         self._loop = asyncio.get_running_loop()
         self._inbound: dict[tuple[int, bytes], Route] = {}  # by traffic class and routing id
@@ -77,12 +79,27 @@ class Handshakes:
             port.kick(descriptor, "too many partners")
             return None
         partner.record = partner.record or record
-        self._join(partner, Route(port, address, descriptor, record.peer, key.hex()))
+        life = record.incarnation
+        route = Route(port, address, descriptor, record.peer, key.hex(), life)
+        if self.twins.holds_back(partner, route, now_s):
+            return None
+        self._join(partner, route)
         return partner
+
+    def end_waits(self, now_s: float) -> list[Partner]:
+        """Put connections to use that waited for another life of their owner to answer; return
+        their owners."""
+        partners = []
+        for route in self.twins.tick(now_s):
+            if (partner := self._table.partners.get(route.owner)) is not None:
+                self._join(partner, route)
+                partners.append(partner)
+        return partners
 
     def _join(self, partner: Partner, route: Route) -> None:
         """Put a proven connection to use."""
         lane = route.port.lane
+        self.twins.tellers.discard(partner.peer)
         route.port.connections[route.descriptor].owner = partner.peer
         if route.address is not None:
             accepted = [known for known in partner.routes[lane] if known.address is not None]

@@ -8,7 +8,7 @@ and gives up. The wire format is in `message`.
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -51,6 +51,8 @@ class LinkOptions:
     # Of silence, at least `MIN_SUSPECT_AFTER_S`; use 2 to 3 s above 200 ms round trip.
     suspect_after_s: float = 0.85
     forward_bytes_per_s: float = FORWARD_BYTES_PER_S  # per peer; four times that in total
+    # Called when most others say that another life of this peer is in the run.
+    on_twin: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         if self.suspect_after_s < MIN_SUSPECT_AFTER_S:
@@ -80,6 +82,7 @@ class ZmqLinks:
         self._handshakes = Handshakes(table)
         self._sender = Sender(table, self._detours)
         self._receiver = Receiver(table, self._handshakes, self._sender, self._detours)
+        self._receiver.on_twin = options.on_twin
         self._sockets = Sockets(table, key, self._receiver, silent_after_s)
         try:
             listen, curve = options.listen, key.public_key().public_bytes_raw()

@@ -8,7 +8,8 @@ Message (always a single part): one kind byte, then its content.
 - 5 to a relay and 6 from a relay: both as in swarm/zmq/forward.py
 - 7 taken: how many bytes of bulk frames its sender has read on this connection (8 bytes); the
   other side sends no more than a window ahead of it
+- 8 twin: another life of the receiver is connected here, and answers (swarm/zmq/twins.py)
 """
 
-RECORD, FRAME, PING, PONG, FORWARD, FORWARDED, TAKEN = (bytes([kind]) for kind in range(1, 8))
+RECORD, FRAME, PING, PONG, FORWARD, FORWARDED, TAKEN, TWIN = (bytes([kind]) for kind in range(1, 9))
 TOKEN_BYTES = 8

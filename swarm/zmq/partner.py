@@ -55,6 +55,8 @@ class Route:
     descriptor: int
     owner: PeerId
     key: str  # the CURVE key in hex, as libzmq reports it with each frame
+    life: int = 0  # of the owner: its incarnation, by the first frame
+    answered: int = 0  # the highest token of a ping that came back
     gone_s: float | None = None
     # TCP loses nothing, so bytes without news are still unread; control frames are not counted
     window: CreditWindow = field(
@@ -316,6 +318,14 @@ class PartnerTable:
         """Return the peer's newest record unless it has expired."""
         record, until_s = self.known.get(peer, (None, 0.0))
         return record if now_s < until_s else None
+
+    def excuse(self, seconds: float) -> None:
+        """Let time in which this process did not run, as in a machine that slept, age nothing."""
+        self.known = {
+            peer: (record, until_s + seconds) for peer, (record, until_s) in self.known.items()
+        }
+        for partner in self.partners.values():
+            partner.wanted_s += seconds
 
     def _forget_expired(self, now_s: float) -> None:
         """Forget expired records; until room is needed, they keep older ones from coming back."""

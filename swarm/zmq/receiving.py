@@ -1,6 +1,7 @@
 """Input from the sockets: connections to be proven, and frames of proven ones."""
 
 import asyncio
+from collections.abc import Callable
 
 import zmq
 
@@ -16,6 +17,7 @@ from farflock.swarm.zmq.message import (
     RECORD,
     TAKEN,
     TOKEN_BYTES,
+    TWIN,
 )
 from farflock.swarm.zmq.outbox import BULK, CONTROL, Inbox
 from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
@@ -33,6 +35,7 @@ class Receiver:
         self, table: PartnerTable, handshakes: Handshakes, sender: Sender, detours: Relays
     ) -> None:
         self.inbox = Inbox()
+        self.on_twin: Callable[[], None] = lambda: None  # another life of this peer is in the run
         self._table, self._handshakes = table, handshakes
         self._sender, self._detours = sender, detours
         self._loop = asyncio.get_running_loop()
@@ -90,6 +93,9 @@ class Receiver:
             partner = self._handshakes.prove(port, route, frame)
             if partner is not None:
                 self._sender.flush(partner)
+        elif kind == TWIN and port.owner:
+            if self._handshakes.twins.told(port.owner):
+                self.on_twin()
         else:
             port.kick(int(frame.get(zmq.SRCFD)), "stranger: no record first")
 
@@ -112,6 +118,7 @@ class Receiver:
         elif kind == PING and len(body) == TOKEN_BYTES:
             route.write(PONG + bytes(body))
         elif kind == PONG and len(body) == TOKEN_BYTES:
+            route.answered = max(route.answered, int.from_bytes(body, "big"))
             if route.port.lane == CONTROL and int.from_bytes(body, "big") == partner.pings:
                 partner.rtt_s = self._loop.time() - partner.ping_s
         elif kind == FORWARD:

@@ -92,6 +92,8 @@ class Upkeep:
             port.tick(now_s, is_late)
 
     def _tend_all(self, now_s: float, late_s: float) -> None:
+        if late_s > LATE_S:
+            self._table.excuse(late_s)
         for peer in self._detours.relays:
             self._table.want(peer, now_s)
         for partner in list(self._table.partners.values()):
@@ -100,6 +102,8 @@ class Upkeep:
             if now_s >= partner.next_ping_s or not partner.is_settled:
                 self.tend(partner, now_s)
         self._handshakes.forget_closed(now_s)
+        for partner in self._handshakes.end_waits(now_s):
+            self._sender.flush(partner)
 
     def tend(self, partner: Partner, now_s: float) -> None:
         """Do whatever is due for one partner: dial, ping, forward, give up."""

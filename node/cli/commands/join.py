@@ -37,11 +37,17 @@ HEAVY = ("farflock.node.cli.commands.training", "farflock.node.process.entering"
     is_flag=True,
     help="Print the run's manifest and what it needs; join nothing.",
 )
+@click.option(
+    "--no-wait",
+    is_flag=True,
+    help="End with exit code 3 if the run is full, instead of waiting until a member leaves.",
+)
 @size_options
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(
     invite: str | None,
     dry_run: bool,
+    no_wait: bool,
     uplink: float,
     peers: int | None,
     step_s: float,
@@ -51,7 +57,7 @@ def command(
     """Join the run of INVITE: download its state and train until the run ends or you leave.
 
     INVITE is the word that begins with `farflock:`. You need no account and no open port: a
-    machine behind NAT can join too.
+    machine behind NAT can join too. Without an INVITE, the last run is gone on with.
 
     Ctrl-C saves a checkpoint, leaves the run and exits with code 130; press it again to quit
     immediately. `farflock leave` (SIGTERM) does the same and exits with 0.
@@ -63,12 +69,17 @@ def command(
     """
     import time
 
+    from farflock.node.cli.own_runs import folder_of, last_invite
     from farflock.node.run.invite import parse
 
-    if invite is None:
-        raise click.UsageError("no invite given; paste the word that begins with `farflock:`")
     out = Output(as_json)
-    invited = parse(invite, time.time())
+    if invite is None:
+        own, invited = last_invite()
+        machine["folder"] = machine["folder"] or own.folder.path
+        out.line(f"going on with the last run, {own.run} {own.name}".rstrip())
+    else:
+        invited = parse(invite, time.time())
+        machine["folder"] = machine["folder"] or folder_of(invited.run).path
     if dry_run:
         return _look(out, machine_of(machine), invited, (peers, uplink, step_s))
     _require_startable(machine)
@@ -98,6 +109,7 @@ def command(
                 started,
                 LEARN_TIMEOUT_S,
                 progress,
+                waits_for_room=not no_wait,
             ),
             greet,
             grace_of(machine),

@@ -11,9 +11,9 @@ import msgspec
 import psutil
 
 from farflock.node.cli.output import Output
+from farflock.node.cli.own_runs import last_folder
 from farflock.node.errors import Failure
 from farflock.node.process.status import is_node, read_status
-from farflock.node.state.paths import RunFolder
 
 SILENT_S = 60.0  # without a new status: a save shows each of its seconds
 
@@ -22,7 +22,7 @@ SILENT_S = 60.0  # without a new status: a save shows each of its seconds
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="The node's folder (default: the one that `run` and `join` use).",
+    help="The node's folder (default: that of the node that runs, or ran last).",
 )
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(folder: Path | None, as_json: bool) -> None:
@@ -31,7 +31,7 @@ def command(folder: Path | None, as_json: bool) -> None:
     As after Ctrl-C, the node says goodbye, finishes its step and saves a checkpoint; this waits for
     it as long as it does something.
     """
-    path = RunFolder.at(folder).path / "status.json"
+    path = (folder or last_folder().path) / "status.json"
     try:
         pid = read_status(path).pid
         process = psutil.Process(pid)

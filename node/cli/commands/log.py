@@ -20,7 +20,7 @@ COLUMNS = ("time", "step", "loss", "tokens", "tokens/s", "busy", "peers", "round
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="The node's folder (default: the one that `run` and `join` use).",
+    help="The node's folder (default: that of the node that runs, or ran last).",
 )
 @click.option(
     "--last",
@@ -41,12 +41,12 @@ def command(folder: Path | None, last: int | None, as_csv: bool, as_json: bool) 
     """
     import msgspec
 
+    from farflock.node.cli.own_runs import last_folder
     from farflock.node.sinks import csv_file
-    from farflock.node.state.paths import RunFolder
 
     if as_csv and as_json:
         raise click.UsageError("--csv and --json exclude each other")
-    place, out = RunFolder.at(folder).path, Output(as_json)
+    place, out = folder or last_folder().path, Output(as_json)
     found = csv_file.read_measures(place)
     if not found:
         remedy = "start one with `farflock join INVITE`, or name its --folder"

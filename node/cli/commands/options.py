@@ -128,7 +128,7 @@ _MACHINE = (
     click.option(
         "--folder",
         type=click.Path(file_okay=False, path_type=Path),
-        help="Folder of this node's files (default: in the user's data folder).",
+        help="Folder of this node's files (default: one for the run, in the user's data folder).",
     ),
     click.option(
         "--threads",

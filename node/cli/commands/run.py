@@ -1,5 +1,6 @@
 """`farflock run`: start a new run from a manifest, and train in it."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,9 @@ from farflock.node.cli.commands.options import grace_of, logs_of, machine_of, ma
 from farflock.node.cli.output import Output
 
 if TYPE_CHECKING:
+    from farflock.node.process.network import MachineOptions
     from farflock.node.process.node_process import NodeProcess
+    from farflock.node.run.manifest import Manifest
 
 
 @click.command("run")
@@ -53,7 +56,7 @@ def command(
 ) -> int:
     """Start the run that MANIFEST (a TOML file) describes, and print the invite for others.
 
-    The same command in the same folder resumes the run after a stop.
+    The same command resumes the run after a stop.
 
     Ctrl-C saves a checkpoint, leaves the run and exits with code 130; press it again to quit
     immediately. `farflock leave` (SIGTERM) does the same and exits with 0.
@@ -105,8 +108,18 @@ def command(
     return train(
         out,
         "farflock run",
-        replace(machine_of({**machine, "data": data}), model=folder),
+        replace(_machine_of({**machine, "data": data}, described), model=folder),
         logs_of(machine),
         lambda placed, started: found(placed, described, started),
         *(greet, grace_of(machine)),
     )
+
+
+def _machine_of(options: dict[str, object], described: "Manifest") -> "MachineOptions":
+    """Return the machine's contribution, in the run's own folder if none is named."""
+    from farflock.node.cli.own_runs import folder_to_found
+
+    machine = machine_of(options)  # refuses what cannot be before a folder is made
+    if options["folder"] is None and os.environ.get("RANK", "0") == "0":  # of several, one leads
+        return replace(machine, folder=folder_to_found(described.run_id))
+    return machine

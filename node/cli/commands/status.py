@@ -8,9 +8,9 @@ import msgspec
 
 from farflock.node.cli import words
 from farflock.node.cli.output import Output, conclude
+from farflock.node.cli.own_runs import last_folder
 from farflock.node.errors import Failure
 from farflock.node.process.status import Status, is_node, read_status
-from farflock.node.state.paths import RunFolder
 
 if TYPE_CHECKING:
     from farflock.node.process.inspect_run import RunInspection
@@ -23,7 +23,7 @@ LOOK_TIMEOUT_S = 30.0
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="The node's folder (default: the one that `run` and `join` use).",
+    help="The node's folder (default: that of the node that runs, or ran last).",
 )
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(invite: str | None, folder: Path | None, as_json: bool) -> int:
@@ -33,7 +33,7 @@ def command(invite: str | None, folder: Path | None, as_json: bool) -> int:
     """
     if invite is not None:
         return _look(Output(as_json), invite)
-    status = _last_status(RunFolder.at(folder).path)
+    status = _last_status(folder or last_folder().path)
     lives = is_node(status.pid)
     facts = {**msgspec.to_builtins(status), "running": lives}
     Output(as_json).result(facts, _text(status, lives))
@@ -137,6 +137,7 @@ def _text(status: Status, lives: bool) -> str:
     lines += [
         f"  {partner.peer[-8:]}  {partner.life:8} {partner.road:9} {_ms(partner.rtt_ms)}"
         + ("  draws the same data as this node" if partner.twin else "")
+        + (f"  is slower than it was: its {partner.slow}" if partner.slow else "")
         for partner in status.partners
     ]
     for wait in status.waits:

@@ -69,6 +69,7 @@ class Collective:
         self._actions = Actions(roster.others)
         context = ExchangeContext(key, view, roster, terms, started_s, self._actions, holding)
         self.ends_s = context.ends_s  # the deadline, after which an empty list is proposed
+        self.began_s = started_s
         self.deadline_s = terms.deadline_s  # of it, from the beginning here
         kind = Voter if not roster.contributes else Gather if terms.kind == "gather" else Mean
         self._terms, self.content = terms, kind(context)

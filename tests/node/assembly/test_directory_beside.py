@@ -1,10 +1,16 @@
 """A directory that opens beside a node: asked for, awaited, failed, closed, and opened again."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
-from farflock.node.assembly.directory_beside import RETRY_S, DirectoryBeside
+from farflock.node.assembly.directory_beside import (
+    LONGEST_RETRY_S,
+    RETRY_S,
+    WATCH_S,
+    DirectoryBeside,
+)
 from farflock.swarm.dht.files import PortTaken
 from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -19,6 +25,10 @@ class Inner:
 
     def __init__(self):
         self.alive, self.announced, self.closed = True, [], 0
+        self.why = ""
+
+    async def trouble(self):
+        return self.why
 
     async def announce(self, run, record):
         self.announced.append(record)
@@ -41,10 +51,11 @@ class Opening:
     """Opens a directory after a second, or raises what the test says."""
 
     def __init__(self):
-        self.opened, self.errors, self.addresses = [], [], []
+        self.opened, self.errors, self.addresses, self.tried = [], [], [], []
         self.beside = DirectoryBeside(self, self.addresses.append)
 
     async def __call__(self):
+        self.tried.append(asyncio.get_running_loop().time())
         await asyncio.sleep(1.0)
         if self.errors:
             raise self.errors.pop(0)
@@ -119,6 +130,37 @@ def test_one_that_has_died_is_closed_and_opened_again():
         first, second = opening.opened
         assert (first.closed, second.closed) == (1, 0)
         assert (first.announced, second.announced) == ([], [b"mine"])
+
+    beside(main)
+
+
+def test_one_that_falls_silent_is_said_and_opened_again_although_nobody_asks(caplog):
+    async def main(opening, directory):
+        await directory.begin()
+        opening.opened[0].why = "its sockets were removed"
+        await asyncio.sleep(WATCH_S - 0.5)  # it took a second to open, and so it does again
+        assert directory.trouble() == "its sockets were removed"
+        assert directory.addresses == ()
+        assert "opens it again: its sockets were removed" in caplog.text
+        await asyncio.sleep(1.0)
+        first, second = opening.opened
+        assert (first.closed, second.closed) == (1, 0)
+        assert (directory.trouble(), opening.addresses) == ("", [(ADDRESS,)] * 2)
+        assert await directory.announce("run", b"mine")
+        assert (first.announced, second.announced) == ([], [b"mine"])
+
+    beside(main)
+
+
+def test_one_that_stays_away_is_tried_ever_more_rarely():
+    async def main(opening, directory):
+        opening.errors += [DirectoryUnreachable("nobody there")] * 100
+        await directory.begin()
+        await asyncio.sleep(1000.0)
+        pauses = [after - before for before, after in pairwise(opening.tried)]
+        assert pauses[0] <= 1.0 + RETRY_S + WATCH_S
+        assert pauses == sorted(pauses)
+        assert LONGEST_RETRY_S <= pauses[-1] <= 1.0 + LONGEST_RETRY_S + WATCH_S
 
     beside(main)
 

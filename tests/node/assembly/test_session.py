@@ -17,7 +17,7 @@ from farflock.node.assembly.known_run import learn_run, own_run
 from farflock.node.assembly.own_world import identity_of
 from farflock.node.assembly.peer_world import Clock, Files, PeerWorld
 from farflock.node.assembly.session import INVITE_LASTS_S, AddressCache, Session
-from farflock.node.errors import Failure
+from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.presence import ExternalStep, JoinRequest, OptimizerNode
 from farflock.node.library.remembered import remember
 from farflock.node.model.replica import PlainReplica
@@ -28,6 +28,7 @@ from farflock.node.run.user_terms import fingerprint, founded, wish
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.compute import inline
 from farflock.swarm.contact import Contact
+from farflock.swarm.protocol import views
 from farflock.swarm.sim.directory import MemoryTable
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -257,6 +258,30 @@ def test_a_visitor_learns_the_members_and_is_none(kind):
             assert first.peer.context.views.newest.peers == (first.peer.me,)
 
     kind.run(main())
+
+
+@pytest.mark.parametrize("kind", [InMemory], indirect=True)
+def test_a_full_run_is_said_once_and_waited_for_or_refused_before_the_download(
+    kind, monkeypatch, caplog
+):
+    monkeypatch.setattr(views, "MAX_MEMBERS", 1)
+
+    async def main():
+        async with founder(kind) as (first, _), newcomer(kind, first) as (second, program):
+            second.waits_for_room = False
+            with pytest.raises(RefusedByRun, match=r"the run is full: .* without --no-wait, to"):
+                await second.join(program.part, JOIN_S)
+            second.waits_for_room = True
+            joining = asyncio.create_task(second.join(program.part, JOIN_S))
+            await asyncio.sleep(100.0)
+            assert caplog.messages.count(caplog.messages[-1]) == 1
+            assert caplog.messages[-1].endswith("; this node waits until one of them leaves")
+            assert second.peer.snapshots.coming is None
+            monkeypatch.undo()
+            await joining
+            assert second.peer.membership.is_member
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize("kind", [InMemory, WithDirectory], indirect=True)

@@ -1,16 +1,21 @@
 """The way of a process into a swarm: everything that is prepared before a socket is opened."""
 
+import asyncio
 import resource
+from pathlib import Path
 
 import pytest
 
 from farflock.node.assembly.own_world import (
     DESCRIPTORS,
+    OneLife,
+    at_port_of,
     identity_of,
     raise_descriptor_limit,
 )
-from farflock.node.errors import Failure
+from farflock.node.errors import Failure, LivesElsewhere
 from farflock.node.state.paths import RunFolder
+from farflock.swarm.sim.virtual_time import run_virtual
 
 
 @pytest.fixture
@@ -42,3 +47,40 @@ def test_a_folder_that_cannot_be_created_is_named_with_the_reason(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(Failure, match=r"folder .*file/node cannot be created: not a directory;"):
         identity_of(RunFolder(tmp_path / "file" / "node"))
+
+
+@pytest.mark.parametrize(
+    ("listen", "addresses", "again"),
+    [
+        ("/ip4/10.0.0.5/tcp/0", ("/ip4/10.0.0.5/tcp/4101/p2p/x",), "/ip4/10.0.0.5/tcp/4101"),
+        ("/ip4/0.0.0.0/tcp/0", ("/ip4/10.0.0.5/tcp/4101/p2p/x",), "/ip4/0.0.0.0/tcp/4101"),
+        ("/ip4/10.0.0.5/tcp/4001", ("/ip4/9.9.9.9/tcp/7/p2p/x",), "/ip4/10.0.0.5/tcp/4001"),
+        ("/ip4/10.0.0.5/tcp/0", (), "/ip4/10.0.0.5/tcp/0"),
+    ],
+)
+def test_a_directory_that_is_opened_again_listens_where_it_did(listen, addresses, again):
+    assert at_port_of(addresses, listen) == again
+
+
+def test_a_node_whose_identity_lives_elsewhere_ends_with_one_sentence_and_not_again():
+    async def main():
+        life, loop = OneLife(RunFolder(Path("mine"))), asyncio.get_running_loop()
+        copied = "already: a process with a copy of mine"
+        with pytest.raises(LivesElsewhere, match=copied) as said, life:
+            loop.call_later(1.0, life.stop)
+            loop.call_later(1.0, life.stop)
+            await asyncio.sleep(10.0)
+        assert loop.time() < 2.0
+        await asyncio.sleep(5.0)
+        return said.value.exit_code
+
+    assert run_virtual(main()) == 3
+
+
+def test_a_node_that_is_cancelled_for_another_reason_is_just_that():
+    async def main():
+        with OneLife(RunFolder(Path("mine"))):
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        run_virtual(main())

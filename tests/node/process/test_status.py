@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from farflock.node.process.status import DownloadStatus, Waiting, awaited_state, read_status
-from farflock.node.process.status_writer import PACE_SAMPLES, StatusWriter
+from farflock.node.process.status_writer import FULL, PACE_SAMPLES, StatusWriter
 from farflock.swarm.messages import Evaluation
 from farflock.swarm.peer.state_download import StateProgress
 from farflock.swarm.protocol.views import Member, View
@@ -50,8 +50,11 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
     peer = SimpleNamespace(
         me="me",
         context=port,
-        membership=SimpleNamespace(is_member=is_member, branch=None),
+        membership=SimpleNamespace(
+            is_member=is_member, branch=None, admission=SimpleNamespace(is_full=False)
+        ),
         pairing=SimpleNamespace(unsure_rounds=0),
+        rounds=SimpleNamespace(slowness=SimpleNamespace(named=lambda members: {"other": "line"})),
         snapshots=SimpleNamespace(coming=None),
     )
     part = SimpleNamespace(
@@ -90,7 +93,7 @@ def test_a_status_can_be_read_back_and_names_the_peers_that_are_waited_for(tmp_p
     StatusWriter(node_in(tmp_path)).write()
     status = read_status(tmp_path / "status.json")
     assert status.waits == (Waiting("delta", 4, ("other",), 2.0),)
-    assert status.partners[0].rtt_ms == 12.5
+    assert (status.partners[0].rtt_ms, status.partners[0].slow) == (12.5, "line")
     assert status.dropped == {"x": 1, "queue full": 2}
     assert (status.rounds, status.last_round, status.doing) == ({"ok": 4}, 3, "trains")
     assert not list(tmp_path.glob("*.partial"))
@@ -118,6 +121,23 @@ def test_a_node_that_downloads_the_runs_state_says_how_much_is_left(tmp_path, mo
     assert wait.said({}) == said
     (mute,) = awaited_state(StateProgress(500_000, 1_000_000, 0.0))
     assert mute.said({}) == "the run's state: 0.5 of 1.0 MB, and nothing comes"
+
+
+def test_a_node_that_waits_for_room_in_a_full_run_says_so(tmp_path):
+    node = node_in(tmp_path, is_member=False)
+    node.member.peer.context.chain = object()
+    admission = node.member.peer.membership.admission
+    admission.is_full = True
+
+    async def waits():
+        async with StatusWriter(node).while_joining():
+            await asyncio.sleep(0.5)
+            status = read_status(tmp_path / "status.json")
+            assert status.doing == f"waits: {FULL}"
+            assert (status.is_member, status.waits) == (False, ())
+        return StatusWriter(node).write()  # of one that lost its place while it downloaded
+
+    assert run_virtual(waits()).doing == f"trains, but does not count yet: {FULL}"
 
 
 def test_it_has_the_newest_evaluation_with_its_member_and_a_sample(tmp_path):

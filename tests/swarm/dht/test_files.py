@@ -14,9 +14,12 @@ from farflock.swarm.dht.files import (
     IdentityInUse,
     IdentityLock,
     PortTaken,
+    place_for_sockets,
     refuse_taken_ports,
     remove_dead_sockets,
+    socket_folder,
 )
+from farflock.swarm.dht.greeting import DirectoryUnreachable
 
 pytestmark = pytest.mark.net
 
@@ -26,7 +29,8 @@ def test_a_key_file_can_be_locked_once_and_again_after_its_release(tmp_path):
     path.touch()
     lock = IdentityLock(path)
     with pytest.raises(
-        IdentityInUse, match="key: another running peer uses this identity; stop that peer"
+        IdentityInUse,
+        match=rf"key: another running peer \(process {os.getpid()}\) uses this identity; stop that",
     ):
         IdentityLock(path)
     lock.release()
@@ -49,7 +53,7 @@ def test_the_lock_holds_between_processes_and_ends_with_its_holder(tmp_path):
     )
     try:
         assert line_of(holder, "the lock") == "held\n"
-        with pytest.raises(IdentityInUse):
+        with pytest.raises(IdentityInUse, match=rf"\(process {holder.pid}\)"):
             IdentityLock(path)
     finally:
         holder.kill()
@@ -57,6 +61,18 @@ def test_the_lock_holds_between_processes_and_ends_with_its_holder(tmp_path):
         holder.stdin.close()
         holder.stdout.close()
     IdentityLock(path).release()
+
+
+def test_a_lock_whose_holder_is_not_known_is_refused_without_a_process(tmp_path):
+    path = tmp_path / "key"
+    path.touch()
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for content in (None, b"", b"x" * 99):
+            if content is not None:
+                path.with_suffix(".pid").write_bytes(content)
+            with pytest.raises(IdentityInUse, match="another running peer uses this identity"):
+                IdentityLock(path)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
@@ -158,3 +174,22 @@ def test_a_port_that_another_shares_willingly_is_still_refused(port):
 )
 def test_addresses_that_it_cannot_judge_are_left_to_the_daemon(address):
     refuse_taken_ports([address])
+
+
+def test_sockets_get_the_first_folder_that_is_short_enough_and_can_be_written_to(
+    tmp_path, monkeypatch
+):
+    long, closed, open_ = tmp_path / ("x" * 120), tmp_path / "closed", tmp_path / "open"
+    for each in (long, closed, open_):
+        each.mkdir()
+    monkeypatch.setattr("farflock.swarm.dht.files.MAX_SOCKET_FOLDER_BYTES", len(str(closed)))
+    monkeypatch.setattr(os, "access", lambda path, how: path != closed and path.exists())
+    assert socket_folder([long, tmp_path / "none", closed, open_]) == open_
+    assert socket_folder([long, closed]) is None
+
+
+def test_without_a_folder_for_sockets_one_sentence_says_which_were_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, how: False)
+    with pytest.raises(DirectoryUnreachable, match=r"none of /tmp, .*; set TMPDIR to one") as said:
+        place_for_sockets(tmp_path / "key")
+    assert str(tmp_path) in str(said.value)

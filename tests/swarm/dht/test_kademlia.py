@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -490,7 +492,7 @@ async def test_a_peer_that_is_gone_costs_others_one_call_and_then_nothing(stack,
 @in_loop
 async def test_one_identity_cannot_run_twice(stack, folder):
     a = await opened(stack, folder, 1)
-    with pytest.raises(IdentityInUse, match="key-1: another running peer uses this identity"):
+    with pytest.raises(IdentityInUse, match=r"key-1: another running peer \(process \d+\) uses"):
         await DhtDirectory.open(key_file(folder, 1), run=RUN)
     await a.close()
     await opened(stack, folder, 1)
@@ -532,10 +534,10 @@ async def test_a_peer_of_the_invite_that_does_not_answer_at_once_is_tried_again(
     await a.close()
     attempts, start = [], BoundDaemon.start
 
-    async def watched(**options):
+    async def watched(sockets, **options):
         attempts.append(options)
         try:
-            return await start(**options)
+            return await start(sockets, **options)
         except P2PDaemonError:  # now the peer of the invite starts
             if len(attempts) == 1:
                 await opened(stack, folder, 1, listen=[address.partition("/p2p/")[0]])
@@ -687,3 +689,24 @@ def test_only_the_directory_itself_imports_hivemind():
     script += "sys.exit('hivemind' in sys.modules or 'torch' in sys.modules)"
     assert len(modules) >= 5
     assert completed([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@in_loop
+async def test_a_daemon_that_dies_or_whose_sockets_are_removed_says_so(stack, folder):
+    a, b = await opened(stack, folder, 1), await opened(stack, folder, 2)
+    assert (await a.trouble(), await b.trouble()) == ("", "")
+    listens = " ".join(psutil.Process(a.daemon_pid).cmdline())
+    os.remove(re.search(r"/tmp/hivemind-p2pd-[^ ]+\.sock", listens)[0])
+    assert (await a.trouble()).endswith("socket in /tmp was removed")
+    os.kill(b.daemon_pid, signal.SIGKILL)
+    await until(lambda: not b.alive, what="the end of the daemon")
+    assert await b.trouble() == f"the libp2p daemon (process {b.daemon_pid}) has ended"
+
+
+@in_loop
+async def test_a_daemon_that_may_not_be_executed_is_named(stack, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "access", lambda path, how: how != os.X_OK)
+        patch.setattr(dht, "place_for_sockets", lambda key_file: Path("/tmp"))
+        with pytest.raises(DirectoryUnreachable, match=r"p2pd may not be executed: .* noexec"):
+            await opened(stack, folder, 1)

@@ -5,7 +5,8 @@ import collections
 from itertools import pairwise
 
 import pytest
-from worlds.herd import VIEW_S, identity, in_virtual_time
+from worlds.herd import VIEW_S, grown, identity, in_virtual_time
+from worlds.peers import peer_in
 from worlds.waiting import now, until
 
 from farflock.swarm.frame import Frame, unpack
@@ -24,6 +25,8 @@ from farflock.swarm.messages import (
     Views,
 )
 from farflock.swarm.peer import membership
+from farflock.swarm.peer.admission import FULL_ASKED, FULL_EVERY_S
+from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.views import Member, View, view_key
@@ -192,6 +195,36 @@ def test_a_peer_that_was_stopped_for_a_while_is_in_again_the_founder_too(stopped
         )
         known = node.applied
         await until(lambda: any(done > known for done in node.served()), 20, "its contribution")
+
+    main()
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_machine_that_slept_is_counted_again_within_a_minute_and_starts_no_branch(number):
+    """Its ticks stand still while it sleeps, so that its clock jumps between two of them."""
+
+    @in_virtual_time()
+    async def main(herd):
+        herd.branch_after_s, herd.pace_s = 30.0, 2.0
+        await grown(herd, 3)
+        sleeper, other = herd.nodes[number], herd.nodes[1]
+        awake, wait = asyncio.Event(), sleeper.peer.ticks.wait
+
+        async def slept():
+            await awake.wait()
+            await wait()
+
+        sleeper.peer.ticks.wait = slept
+        herd.network.stop(sleeper.id)
+        await asyncio.sleep(150.0)
+        assert sleeper.id not in other.members
+        assert other.applied > sleeper.applied + LOG_ROUNDS, "the others went on"
+        awake.set()
+        herd.network.cont(sleeper.id)
+        known = other.applied
+        await until(lambda: any(done > known for done in sleeper.served()), 60, "its contribution")
+        assert sleeper.peer.membership.branch is None
+        assert len(other.members) == 3
 
     main()
 
@@ -492,3 +525,53 @@ async def test_a_join_without_anybody_there_ends_in_time(herd):
         await node.task
     assert now() == pytest.approx(31.0, abs=1)
     herd.nodes.pop(1)
+
+
+@in_virtual_time(3)
+async def test_a_full_run_is_asked_for_room_ever_more_rarely_and_lets_one_in_once_there_is(herd):
+    with pytest.MonkeyPatch.context() as limit:
+        limit.setattr(views, "MAX_MEMBERS", 3)
+        node, asked = herd.start(3), collections.Counter()
+        admission = node.peer.membership.admission
+        await until(lambda: admission.is_full, 10, "the view that says so")
+
+        def count(now_s, sender, receiver, frame):
+            if sender == node.id and isinstance(unpack(frame).message, Join | ViewQuery):
+                asked[type(unpack(frame).message).__name__] += 1
+            return frame
+
+        herd.network.tap = count
+        await asyncio.sleep(60.0)
+        assert 3 <= asked["ViewQuery"] <= 6 * FULL_ASKED  # after 1, 2, 4, 8, 16 and 30 s
+        assert not asked["Join"], "no member is bothered with a request that nobody can grant"
+        assert node.view.peers == herd.nodes[0].view.peers
+        herd.nodes[2].peer.leave()
+        await until(lambda: node.peer.membership.is_member, FULL_EVERY_S + 10, "its admission")
+    assert node.id in herd.nodes[0].members
+
+
+@in_virtual_time(3)
+async def test_one_that_comes_back_to_a_full_run_has_its_place_in_it(herd):
+    with pytest.MonkeyPatch.context() as limit:
+        limit.setattr(views, "MAX_MEMBERS", 3)
+        herd.kill(1)
+        again = herd.start(1)
+        await until(lambda: again.peer.context.chain is not None, 10, "the views")
+        assert not again.peer.membership.admission.is_full
+        await until(lambda: again.peer.membership.is_member, 10, "its return")
+
+
+@in_virtual_time(2)
+async def test_who_finds_a_run_full_hears_of_it_once_and_goes_on_when_there_is_room(herd):
+    with pytest.MonkeyPatch.context() as limit:
+        limit.setattr(views, "MAX_MEMBERS", 2)
+        peer, told = peer_in(herd.network, identity(2), RunTerms("run", 7, VIEW_S), 9), []
+        admission = peer.membership.admission
+        admission.on_full = lambda: told.append(now())
+        async with peer.running():
+            await peer.meet(herd.records(but=None), 30.0)
+            finding = asyncio.create_task(admission.find_room())
+            await asyncio.sleep(20.0)
+            assert (len(told), finding.done()) == (1, False)
+            herd.nodes[1].peer.leave()
+            await until(finding.done, FULL_EVERY_S + 10, "room")

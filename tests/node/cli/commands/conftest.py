@@ -1,7 +1,14 @@
-"""A manifest for the tests of commands."""
+"""A manifest, prepared data and the folders of stopped nodes for the tests of commands."""
 
+import msgspec
 import pytest
 from worlds.prepared import prepared
+
+from farflock.node.process.status import Status
+from farflock.node.run.invite import Invite, mint
+from farflock.swarm.contact import Contact
+
+PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 
 @pytest.fixture
@@ -23,3 +30,36 @@ def folder(tmp_path, monkeypatch):
     for number in range(60):
         (texts / f"{number}.txt").write_text(f"text {number} of many, " * 20)
     return prepared(texts, tmp_path / "prepared", held_out=0.2).content.folder
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A function that makes the folder of a node that took part in a run and has stopped."""
+
+    def leave(run):
+        folder = tmp_path / "home" / "runs" / run
+        folder.mkdir(parents=True)
+        old = Invite(run, PEER, (Contact(PEER, bytes(32), "127.0.0.1", 9, 9, 9),), "a run", 0)
+        status = Status(
+            pid=0,
+            run=run,
+            peer=PEER,
+            invite=mint(old),
+            step=3,
+            tokens=640,
+            total_tokens=1280,
+            loss=None,
+            view=0,
+            members=(PEER,),
+            is_member=True,
+            partners=(),
+            waits=(),
+            sent_bytes=0,
+            received_bytes=0,
+            unsure_rounds=0,
+            dropped={},
+        )
+        (folder / "status.json").write_bytes(msgspec.json.encode(status))
+        return folder
+
+    return leave

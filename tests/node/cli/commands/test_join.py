@@ -10,11 +10,12 @@ from farflock.swarm.contact import Contact
 from farflock.swarm.dht import daemon
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+RUN = "ab" * 16
 MEMBER = Contact(PEER, bytes(32), "127.0.0.1", 9, 9, 9)
 
 
 def invite(lasts_s):
-    return mint(Invite("ab" * 16, PEER, (MEMBER,), "a run", int(time.time() + lasts_s)))
+    return mint(Invite(RUN, PEER, (MEMBER,), "a run", int(time.time() + lasts_s)))
 
 
 @pytest.mark.net
@@ -41,3 +42,20 @@ def test_a_wrong_invite_is_a_usage_error_of_one_sentence(farflock, text, named):
     assert (code, out) == (2, "")
     assert named in err
     assert len(err.splitlines()) == 1
+
+
+def test_without_an_invite_it_goes_on_with_the_last_run_and_says_which(
+    farflock, tmp_path, monkeypatch, stopped
+):
+    folder = stopped(RUN)
+    (folder / "members.txt").write_text(invite(-7200))
+    asked = []
+    monkeypatch.setattr(
+        "farflock.node.cli.commands.join._look",
+        lambda out, machine, invited, assumed: asked.append((machine.folder.path, invited)) or 0,
+    )
+    code, out, err = farflock("join", "--dry-run")
+    assert (code, err) == (0, "")
+    assert out == f"going on with the last run, {RUN} a run\n"
+    ((place, invited),) = asked
+    assert (place, invited.run, invited.members) == (folder, RUN, (MEMBER,))

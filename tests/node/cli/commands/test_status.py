@@ -59,11 +59,12 @@ def test_status_says_where_outer_state_is_if_not_on_the_cpu(farflock, node):
 
 def test_status_says_who_draws_the_same_data(farflock, node):
     assert "the same data" not in farflock("status", "--folder", node)[1]
-    twin = PartnerStatus("12D3KooWother", "alive", "direct", 3.0, twin=True)
+    twin = PartnerStatus("12D3KooWother", "alive", "direct", 3.0, twin=True, slow="line")
     there = msgspec.structs.replace(STATUS, partners=(twin,))
     (node / "status.json").write_bytes(msgspec.json.encode(there))
     _, out, _ = farflock("status", "--folder", node)
     assert "  ooWother  alive    direct    3 ms  draws the same data as this node" in out
+    assert "  is slower than it was: its line" in out
 
 
 def test_status_for_programs_is_the_whole_of_it(farflock, node):
