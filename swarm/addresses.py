@@ -8,6 +8,7 @@ new fact asks again.
 
 import enum
 import ipaddress
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ _NETWORKS = [
 ]
 
 
-class Scope(enum.IntEnum):
+class AddressScope(enum.IntEnum):
     """From where an address can be dialled, if nothing is in the way."""
 
     NOWHERE = 0  # it names no single machine, or only within one link
@@ -54,8 +55,8 @@ class LinkAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
-    """What is known of a peer that listens: the hosts and ports that are bound, the addresses of
+class Whereabouts:
+    """The facts on a peer that listens: the hosts and ports that are bound, the addresses of
     its machine's interfaces, those that the user advertises, and those that a member of another
     network has confirmed. `leaves_machine`: members of its run are on other machines."""
 
@@ -74,21 +75,36 @@ def numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return mapped or address
 
 
+def bracketed(host: str) -> str:
+    """Return a numeric host as it stands before a port."""
+    address = numeric(host)
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
 def multiaddress_of(host: str) -> str:
     """Return the beginning of a multiaddress; raise `ValueError` for a host that is no address."""
     address = numeric(host)
     return f"/ip{address.version}/{address}"
 
 
-def scope_of(host: str) -> Scope:
+def scope_of(host: str) -> AddressScope:
     """Return from where a numeric host can be dialled; raise `ValueError` for another."""
     address = numeric(host)
     if address.is_unspecified or address.is_link_local or address.is_multicast:
-        return Scope.NOWHERE
+        return AddressScope.NOWHERE
     if address.is_loopback:
-        return Scope.MACHINE
+        return AddressScope.MACHINE
     is_private = any(address in network for network in _NETWORKS)
-    return Scope.NETWORK if is_private else Scope.EVERYWHERE
+    return AddressScope.NETWORK if is_private else AddressScope.EVERYWHERE
+
+
+def is_elsewhere(host: str, other: str) -> bool:
+    """Return whether two hosts are of different networks: /24 of IPv4, /64 of IPv6."""
+    one, two = numeric(host), numeric(other)
+    if one.version != two.version:
+        return True
+    shift = 8 if one.version == 4 else 64
+    return int(one) >> shift != int(two) >> shift
 
 
 def hosts_of(
@@ -122,23 +138,23 @@ def _is_here(host: str, owned: Iterable[str]) -> bool:
     address = numeric(host)
     if address.is_unspecified or address.is_loopback:
         return True
-    return scope_of(host) > Scope.NOWHERE and address in map(numeric, owned)
+    return scope_of(host) > AddressScope.NOWHERE and address in map(numeric, owned)
 
 
 def _listed(owned: Iterable[str]) -> str:
     """Return the addresses that others may dial as a clause; empty if there are none."""
-    known = [host for host in owned if scope_of(host) > Scope.MACHINE]
+    known = [host for host in owned if scope_of(host) > AddressScope.MACHINE]
     return f" ({', '.join(known)})" if known else ""
 
 
-def published(listener: Listener) -> tuple[LinkAddress, ...]:
-    """Return the addresses that a peer publishes, the best one first: what is advertised, what is
-    confirmed, then its own, from the widest scope to the narrowest, the first of each IP version
-    before the second of any.
+def published(listener: Whereabouts) -> tuple[LinkAddress, ...]:
+    """Return the addresses that a peer publishes, the best one first: what is advertised, then its
+    own, from the widest scope to the narrowest, the first of each IP version before the second of
+    any. What is confirmed stands before the private ones: another peer may have lied.
 
     Loopback is published only by a peer that has nothing else, in a run that lives there."""
-    own = [host for host in _expanded(listener) if scope_of(host) > Scope.NOWHERE]
-    wide = [host for host in own if scope_of(host) > Scope.MACHINE]
+    own = [host for host in _expanded(listener) if scope_of(host) > AddressScope.NOWHERE]
+    wide = [host for host in own if scope_of(host) > AddressScope.MACHINE]
     ranks: dict[str, tuple[int, int, int]] = {}
     for host in wide or ([] if listener.leaves_machine else own):
         scope, version = scope_of(host), numeric(host).version
@@ -147,11 +163,16 @@ def published(listener: Listener) -> tuple[LinkAddress, ...]:
     mine = [LinkAddress(host, *listener.ports) for host in sorted(ranks, key=ranks.__getitem__)]
     if listener.advertised and not wide:
         mine = []  # who is told of another way does not need loopback
-    found = dict.fromkeys((*listener.advertised, *listener.confirmed, *mine))
+    ours = itertools.takewhile(lambda each: _is_public(each.host), mine)
+    found = dict.fromkeys((*listener.advertised, *ours, *listener.confirmed, *mine))
     return tuple(found)[:MAX_PUBLISHED]
 
 
-def _expanded(listener: Listener) -> Iterable[str]:
+def _is_public(host: str) -> bool:
+    return scope_of(host) == AddressScope.EVERYWHERE
+
+
+def _expanded(listener: Whereabouts) -> Iterable[str]:
     """Yield the hosts that are bound, each on its own: :: stands for all, 0.0.0.0 for IPv4."""
     for host in listener.hosts:
         address = numeric(host)
@@ -173,17 +194,17 @@ def invited(hosts: Sequence[str]) -> list[str]:
     return list(chosen.values())
 
 
-def reach_of(addresses: Sequence[LinkAddress], confirmed_by: PeerId | None) -> str:
-    """Return who can reach a peer that publishes these addresses, as a phrase; `confirmed_by` is
-    the member of another network that has dialled one of them."""
+def reach_of(addresses: Sequence[LinkAddress], confirmed: tuple[str, PeerId] | None) -> str:
+    """Return who can reach a peer that publishes these addresses, as a phrase; `confirmed` is the
+    host that a member of another network has dialled, and that member."""
     if not addresses:
         return "nobody: this node only dials out"
     widest = max(addresses, key=lambda each: scope_of(each.host))
     scope = scope_of(widest.host)
-    if scope == Scope.MACHINE:
+    if scope == AddressScope.MACHINE:
         return "only this machine"
-    if confirmed_by is not None:
-        return f"confirmed from outside by {confirmed_by[-8:]} ({widest.host})"
-    if scope == Scope.NETWORK:
+    if confirmed is not None:
+        return f"confirmed from outside by {confirmed[1][-8:]} ({confirmed[0]})"
+    if scope == AddressScope.NETWORK:
         return f"this network ({widest.host})"
     return f"unknown until somebody joins ({widest.host})"

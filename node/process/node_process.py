@@ -124,6 +124,11 @@ class NodeProcess:
         """Return a sentence on the room that the node takes on the disk."""
         return str(self.machine.disk_plan)
 
+    def says_reach(self) -> str:
+        """Return who can reach the node, as a phrase."""
+        own = self.session.world.addresses
+        return "" if own is None else own.reach()
+
     def awaited(self) -> int:
         """Return how many members the founder waits for before it trains; 0 if it does not wait."""
         first = self.links.me == self.session.known.founder and not self.member.step

@@ -169,6 +169,7 @@ def status_of(
         busy_share=busy_share,
         evaluation=watched(part.watch),
         data=None if node.data is None else node.data.status(peer),
+        reach=node.says_reach(),
     )
 
 

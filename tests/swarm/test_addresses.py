@@ -6,12 +6,13 @@ from hypothesis import strategies as st
 
 from farflock.swarm.addresses import (
     MAX_PUBLISHED,
+    AddressScope,
     BadHost,
     LinkAddress,
-    Listener,
-    Scope,
+    Whereabouts,
     hosts_of,
     invited,
+    is_elsewhere,
     published,
     reach_of,
     scope_of,
@@ -38,7 +39,7 @@ def resolve(name):
 
 
 def listener(*hosts, **more):
-    return Listener(hosts, PORTS, OWNED, **more)
+    return Whereabouts(hosts, PORTS, OWNED, **more)
 
 
 def hosts(found):
@@ -48,19 +49,19 @@ def hosts(found):
 @pytest.mark.parametrize(
     ("host", "scope"),
     [
-        ("0.0.0.0", Scope.NOWHERE),
-        ("::", Scope.NOWHERE),
-        ("169.254.1.1", Scope.NOWHERE),
-        ("fe80::1", Scope.NOWHERE),
-        ("224.0.0.1", Scope.NOWHERE),
-        ("127.0.0.3", Scope.MACHINE),
-        ("[::1]", Scope.MACHINE),
-        ("172.31.0.1", Scope.NETWORK),
-        ("100.64.0.1", Scope.NETWORK),
-        ("fd00::1", Scope.NETWORK),
-        ("::ffff:192.168.0.1", Scope.NETWORK),
-        ("172.32.0.1", Scope.EVERYWHERE),
-        ("2001:db8::1", Scope.EVERYWHERE),
+        ("0.0.0.0", AddressScope.NOWHERE),
+        ("::", AddressScope.NOWHERE),
+        ("169.254.1.1", AddressScope.NOWHERE),
+        ("fe80::1", AddressScope.NOWHERE),
+        ("224.0.0.1", AddressScope.NOWHERE),
+        ("127.0.0.3", AddressScope.MACHINE),
+        ("[::1]", AddressScope.MACHINE),
+        ("172.31.0.1", AddressScope.NETWORK),
+        ("100.64.0.1", AddressScope.NETWORK),
+        ("fd00::1", AddressScope.NETWORK),
+        ("::ffff:192.168.0.1", AddressScope.NETWORK),
+        ("172.32.0.1", AddressScope.EVERYWHERE),
+        ("2001:db8::1", AddressScope.EVERYWHERE),
     ],
 )
 def test_an_address_has_a_scope(host, scope):
@@ -114,7 +115,7 @@ def test_all_addresses_are_published_from_the_widest_scope_to_the_narrowest():
 
 
 def test_one_network_does_not_crowd_out_the_others():
-    many = Listener(["::"], PORTS, [f"2001:db8::{n}" for n in range(1, 9)] + ["10.0.0.5"])
+    many = Whereabouts(["::"], PORTS, [f"2001:db8::{n}" for n in range(1, 9)] + ["10.0.0.5"])
     assert hosts(published(many)) == ["2001:db8::1", "10.0.0.5", "2001:db8::2", "2001:db8::3"]
 
 
@@ -125,16 +126,33 @@ def test_what_is_advertised_comes_first_with_ports_of_its_own():
     assert hosts(found[1:]) == ["203.0.113.9", "10.0.0.5"]
 
 
-def test_what_a_member_confirmed_is_published_before_what_the_machine_believes():
+def test_what_a_member_confirmed_is_published_before_private_addresses():
     seen = LinkAddress("198.51.100.8", *PORTS)
     assert hosts(published(listener("10.0.0.5", confirmed=[seen]))) == ["198.51.100.8", "10.0.0.5"]
+    several = published(listener("0.0.0.0", confirmed=[seen]))
+    assert hosts(several) == ["203.0.113.9", "198.51.100.8", "10.0.0.5"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "elsewhere"),
+    [
+        ("203.0.113.9", "203.0.113.200", False),
+        ("203.0.113.9", "203.0.114.9", True),
+        ("2001:db8::1", "2001:db8::ffff:1", False),
+        ("2001:db8::1", "2001:db8:0:1::1", True),
+        ("203.0.113.9", "2001:db8::1", True),
+        ("::ffff:203.0.113.9", "203.0.113.1", False),
+    ],
+)
+def test_networks_are_told_apart(one, other, elsewhere):
+    assert is_elsewhere(one, other) == elsewhere
 
 
 def test_loopback_is_published_only_in_a_run_that_lives_there():
     assert hosts(published(listener("127.0.0.1"))) == ["127.0.0.1"]
     assert published(listener("127.0.0.1", leaves_machine=True)) == ()
     assert hosts(published(listener("127.0.0.1", advertised=[OUTSIDE]))) == ["198.51.100.7"]
-    alone = Listener(["0.0.0.0"], PORTS, ["127.0.0.1", "::1"])
+    alone = Whereabouts(["0.0.0.0"], PORTS, ["127.0.0.1", "::1"])
     assert hosts(published(alone)) == ["127.0.0.1"]
 
 
@@ -146,7 +164,7 @@ def test_an_invite_has_the_widest_scope_and_both_versions():
 
 def test_who_can_reach_a_peer_is_said():
     def said(*chosen, by=None, **more):
-        return reach_of(published(listener(*chosen, **more)), by)
+        return reach_of(published(listener(*chosen, **more)), by and ("203.0.113.9", by))
 
     peer = "12D3KooWabcdefgh"
     assert said("127.0.0.1") == "only this machine"
@@ -163,9 +181,9 @@ addresses = st.ip_addresses().map(str)
 
 @given(st.lists(addresses, max_size=12), st.sampled_from(["::", "0.0.0.0"]), st.booleans())
 def test_whatever_the_machine_has_what_is_published_can_be_dialled(owned, host, leaves_machine):
-    found = published(Listener([host], PORTS, owned, leaves_machine=leaves_machine))
+    found = published(Whereabouts([host], PORTS, owned, leaves_machine=leaves_machine))
     scopes = {scope_of(each.host) for each in found}
     assert len(found) <= MAX_PUBLISHED
-    assert Scope.NOWHERE not in scopes
-    assert len(scopes) <= 1 or Scope.MACHINE not in scopes
+    assert AddressScope.NOWHERE not in scopes
+    assert len(scopes) <= 1 or AddressScope.MACHINE not in scopes
     assert len(set(found)) == len(found)
