@@ -63,6 +63,7 @@ class OwnAddresses:
         self.changed: Callable[[], None] = lambda: None
         self._links, self._listening, self._leaves_machine = links, listening, leaves_machine
         self._confirmed: dict[int, tuple[LinkAddress, PeerId]] = {}  # by IP version, the last last
+        links.witness.confirmed = self._confirm
 
     def publish(self) -> None:
         """Put the addresses of the links into the peer's record."""

@@ -8,6 +8,7 @@ import asyncio
 
 import zmq
 
+from farflock.swarm.addresses import numeric
 from farflock.swarm.record import BadRecord
 from farflock.swarm.zmq.message import RECORD
 from farflock.swarm.zmq.outbox import CONTROL
@@ -77,7 +78,9 @@ class Handshakes:
             port.kick(descriptor, "too many partners")
             return None
         partner.record = partner.record or record
-        self._join(partner, Route(port, address, descriptor, record.peer, key.hex()))
+        self._join(
+            partner, Route(port, address, descriptor, record.peer, key.hex(), _address(frame))
+        )
         return partner
 
     def _join(self, partner: Partner, route: Route) -> None:
@@ -125,3 +128,11 @@ class Handshakes:
         """Return the dial that a socket belongs to; None for a listening socket."""
         partner = self._table.partners.get(port.owner) if port.owner else None
         return partner.dial if partner else None
+
+
+def _address(frame: zmq.Frame) -> str:
+    """Return the address from which a frame comes, as far as libzmq knows it."""
+    try:
+        return str(numeric(str(frame.get("Peer-Address"))))
+    except (ValueError, zmq.ZMQError):
+        return "0.0.0.0"

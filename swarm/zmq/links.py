@@ -106,6 +106,9 @@ class ZmqLinks:
         self._upkeep = Upkeep(
             table, self._sockets, self._handshakes, self._sender, self._detours, pulse
         )
+        self.witness = self._receiver.witness = self._upkeep.witness
+        if self.listens:
+            self.witness.ports = self.listens[0].control, self.listens[0].bulk
 
     @classmethod
     async def open(cls, identity: Identity, run: str, options: LinkOptions) -> "ZmqLinks":
@@ -137,6 +140,8 @@ class ZmqLinks:
             doors=self._record.doors if doors is None else tuple(doors[:MAX_DOORS]),
             endpoints=self._record.endpoints if addresses is None else _endpoints(addresses),
         )
+        if addresses is not None:
+            self.witness.own = tuple(addresses)
         self._detours.relays = self._record.relays
         blob = seal(self._identity, self._record)
         self._handshakes.greeting = RECORD + blob

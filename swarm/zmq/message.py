@@ -8,7 +8,9 @@ Message (always a single part): one kind byte, then its content.
 - 5 to a relay and 6 from a relay: both as in swarm/zmq/forward.py
 - 7 taken: how many bytes of bulk frames its sender has read on this connection (8 bytes); the
   other side sends no more than a window ahead of it
+- 8 observe and 9 observed: at which address this peer is dialled, as in swarm/zmq/witness.py
 """
 
 RECORD, FRAME, PING, PONG, FORWARD, FORWARDED, TAKEN = (bytes([kind]) for kind in range(1, 8))
+OBSERVE, OBSERVED = b"\x08", b"\x09"
 TOKEN_BYTES = 8

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from farflock.swarm.addresses import LinkAddress, numeric
 from farflock.swarm.links import Liveness, PeerId, Transport
 from farflock.swarm.record import Record, newer
 from farflock.swarm.zmq.forward import CreditWindow, Tunnel
@@ -55,6 +56,7 @@ class Route:
     descriptor: int
     owner: PeerId
     key: str  # the CURVE key in hex, as libzmq reports it with each frame
+    seen: str = "0.0.0.0"  # the address that it comes from; unspecified: unknown
     gone_s: float | None = None
     # TCP loses nothing, so bytes without news are still unread; control frames are not counted
     window: CreditWindow = field(
@@ -115,6 +117,13 @@ class Dial:
         for port in self.ports:
             configure(port.socket, port.lane, key, record.curve, silent_after_s)
             port.socket.connect(self._pairs[0][port.lane])
+
+    @property
+    def address(self) -> LinkAddress:
+        """The address that is dialled now."""
+        control, bulk = (endpoint.rpartition(":") for endpoint in self._pairs[self._index])
+        host = str(numeric(control[0].removeprefix("tcp://")))
+        return LinkAddress(host, int(control[2]), int(bulk[2]))
 
     def outdated(self, record: Record) -> bool:
         """Return whether the partner has moved away from an endpoint that does not connect."""
@@ -178,6 +187,8 @@ class Partner:
     pings: int = 0
     ping_s: float = 0.0
     next_ping_s: float = 0.0
+    next_ask_s: float = 0.0  # for the address at which it dials us (swarm/zmq/witness.py)
+    next_answer_s: float = 0.0
 
     def wanted(self, now_s: float) -> bool:
         """Return whether this node asked for the peer within `WANTED_S`."""

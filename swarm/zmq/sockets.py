@@ -1,17 +1,22 @@
 """The sockets of one peer's links: two ROUTERs that listen, two DEALERs for each dial."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import zmq
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from farflock.swarm.addresses import LinkAddress, bracketed, numeric
+from farflock.swarm.links import PeerId
 from farflock.swarm.record import Record
 from farflock.swarm.zmq.guard import Guard
 from farflock.swarm.zmq.outbox import LANES
 from farflock.swarm.zmq.partner import Dial, PartnerTable
-from farflock.swarm.zmq.socket import Events, ZmqContext, ZmqSocket, configure
+from farflock.swarm.zmq.socket import Events, ZmqContext, ZmqSocket, configure, zmq_endpoint
 from farflock.swarm.zmq.zap import ZapHandler
+
+if TYPE_CHECKING:
+    from farflock.swarm.zmq.witness import DialBack
 
 MAX_SOCKETS = 8192  # per ZMQ context: more than the limits on dials and connections allow
 
@@ -28,6 +33,7 @@ class Sockets:
         self._context: ZmqContext = zmq.Context()
         self._context.max_sockets = MAX_SOCKETS
         self.guard = Guard()
+        self.probes: dict[DialBack, None] = {}  # dials back, which end soon
         self._zap = ZapHandler(self._context, table.gate, self._watch)
 
     def listen(
@@ -78,9 +84,28 @@ class Sockets:
             now_s,
         )
 
+    def probe(self, probe: "DialBack", peer: PeerId, curve: bytes) -> None:
+        """Begin to connect to a key at an address, to see whether it is there."""
+        ports = []
+        for lane, endpoint in zip(LANES, probe.address.endpoints, strict=True):
+            port = ZmqSocket(self._context, lane, peer, probe, self.guard)
+            ports.append(port)
+            configure(port.socket, lane, self._key, curve, self._silent_after_s)
+            port.socket.connect(zmq_endpoint(endpoint))
+        probe.ports = tuple(ports)
+        self.probes[probe] = None
+
+    def end_probe(self, probe: "DialBack") -> None:
+        """Close the sockets of a dial back."""
+        del self.probes[probe]
+        for port in probe.ports:
+            port.close()
+
     def ports(self) -> Iterator[ZmqSocket]:
         """Yield every open socket."""
         yield from self.routers
+        for probe in self.probes:
+            yield from probe.ports
         for partner in self._table.partners.values():
             if partner.dial:
                 yield from partner.dial.ports
@@ -98,6 +123,8 @@ class Sockets:
 
     def close(self) -> None:
         """Close everything; every dial must have been closed before."""
+        for probe in list(self.probes):
+            self.end_probe(probe)
         for router in self.routers:
             router.close()
         self.guard.close()

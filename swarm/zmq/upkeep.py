@@ -11,6 +11,7 @@ from farflock.swarm.zmq.pulse import Pulse
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.sockets import Sockets
+from farflock.swarm.zmq.witness import Witness
 
 MAX_DIALS = 96  # a cell has 64 members; each dial takes about ten descriptors
 TICK_S = 0.05  # while bytes arrive, or wait to be sent
@@ -37,6 +38,7 @@ class Upkeep:
         self._table, self._sockets, self._handshakes = table, sockets, handshakes
         self._sender, self._detours, self._pulse = sender, detours, pulse
         self._loop = asyncio.get_running_loop()
+        self.witness = Witness(table, sockets)
         self._is_cancelled = False
         self._sockets.guard.alarm = self._wake
         self._watched = 0  # connections at the last look
@@ -100,6 +102,7 @@ class Upkeep:
             if now_s >= partner.next_ping_s or not partner.is_settled:
                 self.tend(partner, now_s)
         self._handshakes.forget_closed(now_s)
+        self.witness.tick(now_s)
 
     def tend(self, partner: Partner, now_s: float) -> None:
         """Do whatever is due for one partner: dial, ping, forward, give up."""
@@ -149,6 +152,7 @@ class Upkeep:
         for lane in LANES:
             for route in partner.routes[lane]:
                 route.write(PING + partner.pings.to_bytes(TOKEN_BYTES, "big"))
+        self.witness.ask(partner, now_s)
 
     def drop(self, partner: Partner, now_s: float) -> None:
         """Cut a partner's connections and drop its frames."""
