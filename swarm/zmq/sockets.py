@@ -72,8 +72,8 @@ class Sockets:
             port = int(router.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         return port
 
-    def dial(self, record: Record, now_s: float) -> Dial:
-        """Begin to connect to the owner of a record."""
+    def dial(self, record: Record, now_s: float, first: int = 0) -> Dial:
+        """Begin to connect to the owner of a record, at its pair of endpoints of this number."""
         return Dial(
             self._context,
             self._events,
@@ -82,6 +82,7 @@ class Sockets:
             record,
             self._silent_after_s,
             now_s,
+            first,
         )
 
     def probe(self, probe: "DialBack", peer: PeerId, curve: bytes) -> None:
