@@ -1,6 +1,5 @@
 """The addresses that a process's peer publishes, kept true while it runs, and who can reach it."""
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,8 +16,6 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.zmq.links import ZmqLinks
 
 LOOPBACK = "127.0.0.1"
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +59,7 @@ class OwnAddresses:
     def __init__(self, links: ZmqLinks, listening: Listening, leaves_machine: bool) -> None:
         self.changed: Callable[[], None] = lambda: None
         self._links, self._listening, self._leaves_machine = links, listening, leaves_machine
+        self._tell: Callable[[str], None] = lambda said: None
         self._confirmed: dict[int, tuple[LinkAddress, PeerId]] = {}  # by IP version, the last last
         links.witness.confirmed = self._confirm
 
@@ -71,12 +69,13 @@ class OwnAddresses:
 
     def _confirm(self, address: LinkAddress, by: PeerId) -> None:
         before, version = self.links, numeric(address.host).version
-        if version not in self._confirmed:
-            log.info("confirmed from outside by %s: %s", by[-8:], address.endpoints[0])
+        is_new = self._confirmed.get(version, (None, by))[0] != address
         self._confirmed[version] = address, by
         if self.links != before:
             self.publish()
             self.changed()
+        if is_new:
+            self._tell(self.reach())
 
     @property
     def links(self) -> tuple[LinkAddress, ...]:
@@ -101,6 +100,11 @@ class OwnAddresses:
         """Return the directory's addresses that are at a published host, the best first."""
         hosts = [f"{multiaddress_of(each.host)}/" for each in self.links]
         return [door for host in hosts for door in addresses if door.startswith(host)]
+
+    def tell_reach(self, tell: Callable[[str], None]) -> None:
+        """Tell who can reach this peer, now and whenever another address is confirmed."""
+        self._tell = tell
+        tell(self.reach())
 
     def reach(self) -> str:
         """Return who can reach this peer, as a phrase."""

@@ -124,10 +124,10 @@ class NodeProcess:
         """Return a sentence on the room that the node takes on the disk."""
         return str(self.machine.disk_plan)
 
-    def says_reach(self) -> str:
-        """Return who can reach the node, as a phrase."""
-        own = self.session.world.addresses
-        return "" if own is None else own.reach()
+    def tell_reach(self, tell: Callable[[str], None]) -> None:
+        """Tell who can reach the node, now and whenever a member of another network confirms it."""
+        if self.session.world.addresses is not None:
+            self.session.world.addresses.tell_reach(tell)
 
     def awaited(self) -> int:
         """Return how many members the founder waits for before it trains; 0 if it does not wait."""

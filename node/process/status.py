@@ -134,7 +134,7 @@ class Status(msgspec.Struct, frozen=True):
     `rounds` counts the rounds applied since then, by status; `tokens_per_s` is this node's own
     pace; `exchanges` says on which device outer state is kept and changed, and which codecs have no
     version for it (empty: all is on the CPU); `branch` is the name and first round of its branch;
-    `work` holds the counters of a pipeline's node; `reach` says who can dial the node."""
+    `work` holds the counters of a pipeline's node."""
 
     pid: int
     run: str
@@ -164,7 +164,6 @@ class Status(msgspec.Struct, frozen=True):
     busy_share: float | None = None
     evaluation: EvaluationStatus | None = None
     data: DataStatus | None = None
-    reach: str = ""
 
 
 def measures_of(status: Status, time_s: float) -> Measures:

@@ -169,7 +169,6 @@ def status_of(
         busy_share=busy_share,
         evaluation=watched(part.watch),
         data=None if node.data is None else node.data.status(peer),
-        reach=node.says_reach(),
     )
 
 

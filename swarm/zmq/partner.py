@@ -42,7 +42,7 @@ MAX_RESTS = 4096
 
 
 class Rests:
-    """How long each address rests after dials that failed, over all records that name it."""
+    """The rest of each address after dials that failed, over all records that name it."""
 
     def __init__(self) -> None:
         self._failures: dict[str, tuple[int, float]] = {}  # in a row, and when it is due again
@@ -199,6 +199,14 @@ class Dial:
             port.close()
 
 
+@dataclass(slots=True)
+class Looks:
+    """Times of the next question and the next answer about addresses (swarm/zmq/witness.py)."""
+
+    ask_s: float = 0.0
+    answer_s: float = 0.0
+
+
 @dataclass(eq=False, slots=True)
 class Partner:
     """One peer that we have, had or want a connection with."""
@@ -223,8 +231,7 @@ class Partner:
     pings: int = 0
     ping_s: float = 0.0
     next_ping_s: float = 0.0
-    next_ask_s: float = 0.0  # for the address at which it dials us (swarm/zmq/witness.py)
-    next_answer_s: float = 0.0
+    looks: Looks = field(default_factory=Looks)
 
     def wanted(self, now_s: float) -> bool:
         """Return whether this node asked for the peer within `WANTED_S`."""

@@ -70,8 +70,8 @@ class Witness:
     def ask(self, partner: Partner, now_s: float) -> None:
         """Ask a connected partner, if it is time."""
         route = partner.best(CONTROL)
-        if self.ports and route is not None and now_s >= partner.next_ask_s:
-            partner.next_ask_s = now_s + ASK_EVERY_S
+        if self.ports and route is not None and now_s >= partner.looks.ask_s:
+            partner.looks.ask_s = now_s + ASK_EVERY_S
             route.write(OBSERVE + _PORTS.pack(*self.ports))
 
     def answer(self, partner: Partner, route: Route, body: memoryview, now_s: float) -> None:
@@ -79,9 +79,9 @@ class Witness:
         if len(body) != _PORTS.size:
             self._table.counters["question about an address"] += 1
             return
-        if now_s < partner.next_answer_s:
+        if now_s < partner.looks.answer_s:
             return
-        partner.next_answer_s = now_s + ANSWER_EVERY_S
+        partner.looks.answer_s = now_s + ANSWER_EVERY_S
         dial, record, ports = partner.dial, partner.record, _PORTS.unpack(body)
         if route.address is None and dial is not None:
             if scope_of(dial.address.host) >= WORTH:

@@ -90,7 +90,7 @@ def command(
         out.line(f"joined run {node.run}: {node.manifest.run.name}, {members} members")
         out.line(node.says_device())
         out.line(node.says_disk())
-        out.line(f"who can reach this node: {node.says_reach()}")
+        node.tell_reach(lambda said: out.line(f"who can reach this node: {said}"))
 
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(out.download("downloading the run's state"))

@@ -98,7 +98,7 @@ def command(
         )  # scripts wait for it
         out.line(f"run {node.run} has started; others join with:\n\n  farflock join {invite}\n")
         out.line(f"{node.says_device()}\n{node.says_disk()}\n")
-        out.line(f"who can join: {node.says_reach()}\n")
+        node.tell_reach(lambda said: out.line(f"who can join: {said}\n"))
 
     return train(
         out,

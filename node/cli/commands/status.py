@@ -118,7 +118,6 @@ def _text(status: Status, lives: bool) -> str:
         else "no round applied yet",
         f"members: {len(status.members)}"
         + ("" if status.is_member else " (this node is not a member yet)"),
-        *([f"who can reach this node: {status.reach}"] if status.reach else []),
         f"sent {status.sent_bytes:,} bytes, received {status.received_bytes:,}",
     ]
     if status.evaluation is not None:
