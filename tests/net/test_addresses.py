@@ -76,7 +76,7 @@ class Case:
 CASES = {
     "nothing said": Case("203.0.113.5/24", (), "only this machine", None),
     "a plain LAN": Case(
-        "192.168.1.5/24", ("--host", "uplink"), "this network (192.168.1.5)", "lan"
+        "192.168.1.5/24", ("--host", "uplink"), "this network (192.168.1.5)", "192.168.2."
     ),
     "a 1:1 NAT": Case(
         "10.0.0.5/24",
@@ -136,7 +136,7 @@ class Hosts:
         _ip("-n", names[0], version, "route", "add", "default", "via", gateway)
 
     def start(self, host, *command, **more):
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(
             [*self.inside(host), *command], cwd=ROOT, env=environment, **more
         )
@@ -197,10 +197,8 @@ def test_a_joiner_from_outside_gets_in_or_the_founder_is_told_before_the_first_s
 
     def start(who, *words):
         folder = ("--folder", str(tmp_path / who))
-        with logs[who].open("wb") as log:
-            return hosts.start(
-                who, *COMMAND, *words, *folder, stdout=subprocess.DEVNULL, stderr=log
-            )
+        with logs[who].open("ab") as log:
+            return hosts.start(who, *COMMAND, *words, *folder, stdout=log, stderr=log)
 
     def status(who):
         with contextlib.suppress(OSError, ValueError):
