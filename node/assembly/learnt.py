@@ -128,7 +128,8 @@ async def learn_terms(
 
 async def _asked(world: PeerWorld, invite: Invite, left_s: float) -> _Told | None:
     """Return what members of the invite say, or else the directory."""
-    members = [member.peer for member in invite.members if member.peer != world.links.me]
+    named = dict.fromkeys(member.peer for member in invite.members)
+    members = [member for member in named if member != world.links.me]
     if members:
         patience_s = left_s if world.directory is None else min(MEMBERS_S, left_s)
 

@@ -5,19 +5,22 @@ The links are open at once; the directory is opened beside them, and hivemind is
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 from farflock.node.assembly.directory_beside import DirectoryBeside, OpenDirectory
+from farflock.node.assembly.own_addresses import Listening, OwnAddresses, places
 from farflock.node.assembly.peer_world import Clock, Files, PeerWorld, Workers
 from farflock.node.errors import Failure, LivesElsewhere, Usage
 from farflock.node.state.paths import RunFolder, make_folder
+from farflock.swarm.addresses import AddressScope, scope_of
 from farflock.swarm.compute import Worker
-from farflock.swarm.contact import Contact, contact_of
+from farflock.swarm.contact import Contact, contacts_of
 from farflock.swarm.dht.files import IdentityLock, PortTaken, refuse_taken_ports
 from farflock.swarm.identity import Identity
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
@@ -26,18 +29,7 @@ DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's pr
 MAX_DOORS = 16  # by which the directory is entered
 
 
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """Where this machine listens: its address, the ports of the links and of the directory (0: any
-    free one); in client mode, nowhere."""
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    dht_port: int = 0
-    client_mode: bool = False
-
-
-def require_startable(folder: Path | None, host: str, *ports: int) -> None:
+def require_startable(folder: Path | None, hosts: Sequence[str], *ports: int) -> None:
     """Make the folder, if one is named, and look at the ports (0: any free one), before anything
     starts. Raise `Failure` for a folder that cannot be written to and for a port that another
     program uses, and `Usage` for two equal ports."""
@@ -48,7 +40,7 @@ def require_startable(folder: Path | None, host: str, *ports: int) -> None:
         why = "it is named for both links and discovery, and each needs a port of its own"
         raise Usage(f"port {named[0]}", why, "choose another for one of them, or 0 for any")
     try:
-        refuse_taken_ports(f"/ip4/{host}/tcp/{port}" for port in named)
+        refuse_taken_ports(place for port in named for place in places(hosts, port))
     except PortTaken as error:
         raise Failure("", str(error), "") from None
 
@@ -85,9 +77,7 @@ async def open_world(
     and its directory with it: that is then open, unless it fails. The sequence numbers of records
     start at the wall clock in ms, because they must rise from one start to the next."""
     raise_descriptor_limit()
-    host, client_mode = listening.host, listening.client_mode
-    listen = (f"/ip4/{host}/tcp/{listening.dht_port}",)
-    refuse_taken_ports(() if client_mode else listen)
+    refuse_taken_ports(listening.directory)
     async with contextlib.AsyncExitStack() as opened:
         opened.callback(IdentityLock(folder.identity).release)
         codec, files = Worker("codec"), Worker("files")
@@ -96,38 +86,43 @@ async def open_world(
         options = LinkOptions(
             incarnation=secrets.randbits(62),
             sequence=int(time.time() * 1000),
-            listen=None if client_mode else f"tcp://{host}:{listening.port}",
+            listen=listening.links,
+            also=listening.hosts[1:],
+            advertise=listening.hosts,  # until it is known what can be dialled
             on_twin=(life := OneLife(folder)).stop,
         )
         links = await ZmqLinks.open(identity, run, options)
         opened.push_async_callback(links.close)
-        for contact in contacts:
-            links.expect(contact)
+        own = OwnAddresses(links, listening, _leaves_machine(contacts))
+        own.publish()
+        for peer in dict.fromkeys(contact.peer for contact in contacts):
+            links.expect(*(contact for contact in contacts if contact.peer == peer))
 
-        kept = list(listen)  # where it listens: once it is open, also if it is opened again
+        kept = [listening]  # with the directory's port once it is open, for when it opens again
 
         async def opening() -> OpenDirectory:
             doors = _doors(links, contacts)
             try:
-                return await _open_directory(folder, run, doors, kept, client_mode)
+                return await _open_directory(folder, run, doors, kept[0], own.announced)
             except PortTaken:
-                if kept == [*listen]:
+                if kept == [listening]:
                     raise
-                kept[:] = listen  # another program has the port of the one that has ended
-                return await _open_directory(folder, run, doors, kept, client_mode)
+                kept[:] = [listening]  # another program has the port of the one that has ended
+                return await _open_directory(folder, run, doors, listening, own.announced)
 
-        def opened_at(addresses: tuple[str, ...]) -> None:
-            links.record(doors=addresses)
-            kept[:] = [at_port_of(addresses, each) for each in listen]
+        def opened_directory(addresses: tuple[str, ...]) -> None:
+            links.record(doors=own.doors(addresses))
+            kept[:] = [at_port_of(addresses, listening)]
 
-        directory = DirectoryBeside(opening, opened_at)
+        directory = DirectoryBeside(opening, opened_directory)
         opened.push_async_callback(directory.close)
         if not contacts:
             await directory.begin()
         clock, workers = Clock(time.time, rests=True), Workers(codec, files)
         trouble = directory.trouble
+        here = PeerWorld(links, directory, clock, workers, Files(folder), trouble, own)
         with life:
-            yield PeerWorld(links, directory, clock, workers, Files(folder), trouble), links
+            yield here, links
 
 
 class OneLife:
@@ -159,25 +154,33 @@ class OneLife:
             ) from None
 
 
-def at_port_of(addresses: Sequence[str], listen: str) -> str:
+def at_port_of(addresses: Sequence[str], listening: Listening) -> Listening:
     """Return where a directory listens that had any free port, once it has these addresses: what
     leads to it, in invites and records, still does if it is opened again."""
-    ports = (address.split("/tcp/")[1].partition("/")[0] for address in addresses)
-    place, is_any, _ = listen.rpartition("/tcp/0")
-    return f"{place}/tcp/{next(ports, '0')}" if is_any else listen
+    ports = (int(address.split("/tcp/")[1].partition("/")[0]) for address in addresses)
+    return listening if listening.dht_port else replace(listening, dht_port=next(ports, 0))
+
+
+def _leaves_machine(contacts: Sequence[Contact]) -> bool:
+    """Return whether a run, which one enters by these contacts, has members on other machines."""
+    return any(scope_of(contact.host) > AddressScope.MACHINE for contact in contacts)
 
 
 def _doors(links: ZmqLinks, contacts: Sequence[Contact]) -> list[str]:
     """Return the ways into the directory that are known by now: of these contacts, and of all peers
     whose records are here."""
     records = [record for record, _ in links.table.known.values()]
-    known = [*contacts, *filter(None, map(contact_of, records))]
+    known = [*contacts, *itertools.chain.from_iterable(map(contacts_of, records))]
     doors = (door for contact in known if contact.peer != links.me for door in contact.doors)
     return list(dict.fromkeys(doors))[:MAX_DOORS]
 
 
 async def _open_directory(
-    folder: RunFolder, run: str, doors: Sequence[str], listen: Sequence[str], client_mode: bool
+    folder: RunFolder,
+    run: str,
+    doors: Sequence[str],
+    listening: Listening,
+    announced: Sequence[str],
 ) -> OpenDirectory:
     """Open the directory of a run; its module is imported in a thread, which takes seconds."""
     kademlia = await asyncio.to_thread(import_module, "farflock.swarm.dht.kademlia")
@@ -185,8 +188,9 @@ async def _open_directory(
         folder.identity,
         run=run,
         initial_peers=doors,
-        listen=listen,
-        client_mode=client_mode,
+        listen=listening.directory,
+        announce_as=announced,
+        client_mode=listening.client_mode,
         locked=True,
     )
     return directory

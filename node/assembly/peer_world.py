@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from farflock.node.assembly.own_addresses import OwnAddresses
 from farflock.node.state.kept_chunks import DownloadFolder
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.compute import Compute, inline
@@ -68,6 +69,7 @@ class PeerWorld:
     workers: Workers = field(default_factory=Workers)
     files: Files = field(default_factory=Files)
     trouble: Callable[[], str] = str  # what keeps the directory from this peer; empty: nothing
+    addresses: OwnAddresses | None = None  # that this peer publishes, if it has real links
 
 
 def peer_over(world: PeerWorld, identity: Identity, terms: RunTerms) -> Peer:

@@ -7,6 +7,7 @@ or `resume` brings that part in. What differs between them is in the world, as d
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Sequence
@@ -19,7 +20,8 @@ from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.run.invite import MAX_MEMBERS, MAX_NAME_BYTES, Invite, mint, parse
 from farflock.node.state.kept_chunks import DownloadFolder
 from farflock.node.state.paths import RunFolder, write_whole
-from farflock.swarm.contact import Contact, contact_of
+from farflock.swarm.addresses import scope_of
+from farflock.swarm.contact import Contact, contacts_of
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import MAX_MEMBERS as MAX_IN_RUN
 from farflock.swarm.peer.snapshots import DownloadProgress
@@ -52,6 +54,8 @@ class Session:
         self.peer.membership.admission.on_full = self._say_full
         self._is_in = False
         self._helpers: list[asyncio.Task[None]] = []
+        if world.addresses is not None:
+            world.addresses.changed = self.peer.membership.book.renew
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Session"]:
@@ -99,7 +103,7 @@ class Session:
     def invite(self) -> str:
         """Return an invite to this peer and to others, since this one may not be dialled, or may
         stop; raise `Failure` if nobody is known that can be."""
-        members = (*self._own(), *self._others())
+        members = _widest([*self._own(), *self._others()])
         if not members:
             raise Failure(
                 "no invite can be made",
@@ -109,24 +113,23 @@ class Session:
         return mint(self._invite(members))
 
     def _own(self) -> list[Contact]:
-        """Return how to reach this peer, if it can be dialled."""
+        """Return the ways to reach this peer, if it can be dialled."""
         sealed, directory = self.peer.membership.book.mine, self.world.directory
         doors = () if directory is None else directory.addresses
-        found = contact_of(unseal(sealed, self.known.run), doors) if sealed else None
-        return [] if found is None else [found]
+        return contacts_of(unseal(sealed, self.known.run), doors) if sealed else []
 
     def _others(self) -> list[Contact]:
-        """Return how to reach others: members first, then those by which this peer came."""
+        """Return the ways to reach others: members first, then those by which this peer came."""
         # as a list, for a program may ask for an invite from its own thread
         records, chain = list(self.peer.membership.records.values()), self.peer.context.chain
         members = () if chain is None else chain.newest.peers
         records.sort(key=lambda record: record.peer not in members)
-        found = [*map(contact_of, records), *self.known.contacts]
-        return [one for one in found if one is not None and one.peer != self.peer.me]
+        found = [*itertools.chain.from_iterable(map(contacts_of, records)), *self.known.contacts]
+        return [one for one in found if one.peer != self.peer.me]
 
     def _invite(self, contacts: Sequence[Contact]) -> Invite:
-        """Return an invite to the first of these peers."""
-        distinct = {contact.peer: contact for contact in reversed(contacts)}
+        """Return an invite to the first of these addresses."""
+        distinct = {(contact.peer, contact.host): contact for contact in reversed(contacts)}
         members = tuple(reversed(distinct.values()))[:MAX_MEMBERS]
         ends_s = self.world.clock.now_s() + INVITE_LASTS_S
         ends = math.ceil(ends_s / INVITE_ROUND_S) * INVITE_ROUND_S
@@ -176,6 +179,13 @@ class Session:
             if folder.is_there and not is_needed:
                 await self.world.workers.files(folder.clear)
             await asyncio.sleep(FORGET_EVERY_S)
+
+
+def _widest(contacts: Sequence[Contact]) -> list[Contact]:
+    """Return those of the widest scope: a private or a loopback address is of use only where the
+    whole run lives there."""
+    scopes = [scope_of(contact.host) for contact in contacts]
+    return [each for each, scope in zip(contacts, scopes, strict=True) if scope == max(scopes)]
 
 
 class AddressCache:

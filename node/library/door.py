@@ -17,7 +17,7 @@ from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.forked import closed_in_forks
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
 from farflock.node.process.freed import trimmed
-from farflock.node.process.host import require_host
+from farflock.node.process.host import OwnPlace
 from farflock.node.process.network import MachineOptions, network
 from farflock.node.run.invite import Invite, parse
 from farflock.node.run.manifest import Manifest
@@ -47,11 +47,11 @@ class NetworkEntryPoint:
         self, join_request: JoinRequest
     ) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
         """See `EntryPoint`."""
-        require_host(self.host, "host")
+        place = OwnPlace(self.host, self.port, self.dht_port, self.client_mode)
+        hosts = place.hosts("host")
         wished = join_request.wished  # mistakes are reported before anything is opened
         way = founded(wished) if self.invite is None else parse(self.invite, time.time())
-        ports = () if self.client_mode else (self.port, self.dht_port)
-        require_startable(self.folder, self.host, *ports)
+        require_startable(self.folder, hosts, *place.ports)
         background = Background("farflock")
         try:
             life = background.enter(lambda: self._inside(join_request, way))
@@ -75,9 +75,8 @@ class NetworkEntryPoint:
             folder = self.folder or Path(
                 kept.enter_context(tempfile.TemporaryDirectory(prefix="farflock-"))
             )
-            machine = MachineOptions(
-                RunFolder(folder), self.host, self.port, self.dht_port, client_mode=self.client_mode
-            )
+            place = OwnPlace(self.host, self.port, self.dht_port, self.client_mode)
+            machine = MachineOptions(RunFolder(folder), place)
             identity = identity_of(machine.folder)
             # A step waits for the state's thread, and not for what others need reduced.
             state = Worker("state")

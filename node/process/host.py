@@ -1,48 +1,126 @@
-"""The address that a node listens on: checked before anything is opened.
+"""The meaning of `--host` and `--advertise` on this machine, before anything is opened.
 
-It is also the address that the node publishes, so it must be one that other members can dial.
+swarm/addresses.py decides what comes of it.
 """
 
+import contextlib
 import ipaddress
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import psutil
 
+from farflock.node.assembly.own_addresses import LOOPBACK, Listening
 from farflock.node.errors import Usage
+from farflock.swarm.addresses import AddressScope, BadHost, LinkAddress, hosts_of, numeric, scope_of
 
-LOOPBACK = "127.0.0.1"
+MAX_ADVERTISED = 2
+MAX_PORT = 65534  # the next one is for bulk
+# Where a connection of each family would go; nothing is sent there (RFC 5737, RFC 3849).
+_ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+_FAMILIES = [family for family, _ in _ELSEWHERE]
 
 
-def require_host(host: str, place: str) -> str:
-    """Return the host; raise `Usage` unless it is an IPv4 address that other members could dial.
-
-    `place` names the option or the argument that gave it.
+@dataclass(frozen=True, slots=True)
+class OwnPlace:
+    """Where a user wants this machine to listen: `host` as `--host` says it, the ports of the links
+    and of the directory (0: any free one), and what is published beside; in client mode, nowhere.
     """
+
+    host: str = LOOPBACK
+    port: int = 0
+    dht_port: int = 0
+    client_mode: bool = False
+    advertise: tuple[LinkAddress, ...] = ()
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """The ports that it takes."""
+        return () if self.client_mode else (self.port, self.dht_port)
+
+    def hosts(self, option: str = "--host") -> tuple[str, ...]:
+        """Return the numeric hosts to bind; raise `Usage`, which names the option, if nobody can
+        listen there."""
+        return () if self.client_mode else bound_hosts(self.host, option)
+
+    def listening(self) -> Listening:
+        """Return the same, with what the world needs to know of this machine."""
+        if self.client_mode:
+            return Listening(client_mode=True)
+        owned = tuple(each for addresses in _interfaces().values() for each in addresses)
+        preferred = [host for host in _preferred() if host in owned]
+        interfaces = tuple(dict.fromkeys((*preferred, *owned)))
+        ports = self.port, self.dht_port
+        return Listening(self.hosts(), *ports, False, interfaces, self.advertise)
+
+
+def bound_hosts(host: str, place: str) -> tuple[str, ...]:
+    """Return the numeric hosts to bind for what a user said; raise `Usage` if nobody can listen
+    there. `place` names the option or the argument that gave it."""
     try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        remedy = f"write {LOOPBACK}" if host == "localhost" else "write the address of this machine"
-        raise Usage(place, f"{host[:64]!r} is not an IP address", remedy) from None
-    if address.version != 4:
-        why = f"{host[:64]} is an IPv6 address, and nodes listen on IPv4"
-        raise Usage(place, why, f"write an IPv4 address of this machine{_owned()}")
-    if address.is_unspecified:
-        why = f"{host} means every address of this machine, and other members need one to dial"
-        raise Usage(place, why, f"write the one that they can reach{_owned()}")
-    return host
+        return hosts_of(host, _interfaces(), _resolved)
+    except BadHost as error:
+        raise Usage(place, error.why, error.remedy) from None
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can dial the host."""
-    return ipaddress.ip_address(host).is_loopback
+def advertised(texts: Sequence[str], place: str) -> tuple[LinkAddress, ...]:
+    """Return the addresses in `ADDRESS:PORT`, whose next port is that of bulk; raise `Usage` for
+    any other text. An IPv6 address is in brackets, and a name stands for all of its addresses."""
+    found = []
+    for text in texts:
+        host, _, port = text.rpartition(":")
+        if not (host and port.isascii() and port.isdigit() and 0 < int(port[:6]) <= MAX_PORT):
+            why = f"{text[:64]!r} is not an address and a port"
+            raise Usage(place, why, "write both, as in 203.0.113.7:4002 or [2001:db8::7]:4002")
+        known = [each for each in _numbers(host) if scope_of(each) > AddressScope.NOWHERE]
+        if not known:
+            why = f"{host[:64]!r} is not an address that others could dial, nor a known name"
+            raise Usage(place, why, "write the address at which others reach this machine")
+        found += [LinkAddress(each, int(port), int(port) + 1) for each in known]
+    return tuple(dict.fromkeys(found))[:MAX_ADVERTISED]
 
 
-def _owned() -> str:
-    """Return this machine's addresses as a clause; empty if it has none but loopback."""
-    found = sorted(
-        entry.address
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family == socket.AF_INET and not ipaddress.ip_address(entry.address).is_loopback
-    )
-    return f" (this machine has {', '.join(found)})" if found else ""
+def default_host(outside: Sequence[LinkAddress]) -> str:
+    """Return where to listen if the user did not say: on loopback alone, or at every address of the
+    machine where an address before it is advertised."""
+    if not outside:
+        return LOOPBACK
+    return "::" if any(numeric(each.host).version == 6 for each in outside) else "0.0.0.0"
+
+
+def _interfaces() -> dict[str, tuple[str, ...]]:
+    """Return the addresses of this machine by interface, of those that are up."""
+    states = psutil.net_if_stats()
+    found = {}
+    for name, entries in psutil.net_if_addrs().items():
+        hosts = [entry.address for entry in entries if entry.family in _FAMILIES]
+        if name not in states or states[name].isup:
+            found[name] = tuple(host for host in hosts if scope_of(host) > AddressScope.NOWHERE)
+    return found
+
+
+def _preferred() -> list[str]:
+    """Return the addresses from which this machine would reach others, which are not those of a
+    bridge to its own containers."""
+    found = []
+    for family, target in _ELSEWHERE:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            found.append(str(probe.getsockname()[0]))
+    return found
+
+
+def _numbers(host: str) -> Sequence[str]:
+    """Return the numeric forms of a host; none for an unknown name."""
+    with contextlib.suppress(ValueError):
+        return [str(numeric(host))]
+    return _resolved(host)
+
+
+def _resolved(name: str) -> Sequence[str]:
+    """Return the addresses of a host name; none if it is unknown."""
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM) if name else []
+        return [str(ipaddress.ip_address(place[0])) for *_, place in found]
+    return []

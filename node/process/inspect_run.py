@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from farflock.node.assembly.learnt import LearntTerms, ShownTerms, learn_terms, shown
-from farflock.node.assembly.own_world import Listening, identity_of, open_world
+from farflock.node.assembly.own_addresses import Listening
+from farflock.node.assembly.own_world import identity_of, open_world
 from farflock.node.assembly.peer_world import Files, PeerWorld, peer_over
 from farflock.node.process.status import EvaluationStatus, watched
 from farflock.node.run.invite import Invite

@@ -9,12 +9,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from farflock.node.assembly.own_world import Listening, open_world
+from farflock.node.assembly.own_world import open_world
 from farflock.node.assembly.peer_world import PeerWorld
 from farflock.node.model.device import Device
 from farflock.node.model.ranks import Ranks
 from farflock.node.model.step_options import StepOptions
 from farflock.node.process.disk import DiskPlan
+from farflock.node.process.host import OwnPlace
 from farflock.node.run.memory import OuterPlace
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.contact import Contact
@@ -29,12 +30,9 @@ class MachineOptions:
     """This machine's contribution: where it listens, its threads, and its folder."""
 
     folder: RunFolder
-    host: str = "127.0.0.1"
-    port: int = 0  # of the links; 0: any free port
-    dht_port: int = 0
+    place: OwnPlace = field(default_factory=OwnPlace)  # where it listens
     threads: int = 1
     codec_threads: int = 1
-    client_mode: bool = False  # cannot be dialled
     checkpoint_s: float = 600.0  # between checkpoints
     keep: int = 3  # checkpoints
     keep_bytes: int | None = None  # of checkpoints
@@ -59,5 +57,5 @@ def network(
     machine: MachineOptions, identity: Identity, run: str, contacts: Sequence[Contact]
 ) -> AbstractAsyncContextManager[tuple[PeerWorld, ZmqLinks]]:
     """Keep the world of this machine's peer open while the block runs: see `open_world`."""
-    listening = Listening(machine.host, machine.port, machine.dht_port, machine.client_mode)
-    return open_world(machine.folder, listening, identity, run, contacts)
+    where = machine.place.listening()
+    return open_world(machine.folder, where, identity, run, contacts)

@@ -86,6 +86,11 @@ class NodeProcess:
         """Return a sentence on the room that the node takes on the disk."""
         return str(self.machine.disk_plan)
 
+    def tell_reach(self, tell: Callable[[str], None]) -> None:
+        """Tell who can reach the node, now and whenever a member of another network confirms it."""
+        if self.session.world.addresses is not None:
+            self.session.world.addresses.tell_reach(tell)
+
     def awaited(self) -> int:
         """Return how many members the founder waits for before it trains; 0 if it does not wait."""
         first = self.links.me == self.session.known.founder and not self.member.step

@@ -3,10 +3,12 @@
 `farflock:` + base64url, unpadded, of these bytes, numbers big endian:
 
     version (1): 2
-    shape (1): the number of members, 1 to 3, and 4 times the founder's place among them (3: none)
+    shape (1): how many addresses of members follow, 1 to 3, 4 times the founder's place among them
+        (3: none), and 16, 32 and 64 for each of them that is an IPv6 one
     the run's id (16); when the invite expires, in Unix seconds (4)
     the founder's public key (32), if it is none of the members
-    the members (74 each, swarm/contact.py)
+    the members (74 each, or 86 with an IPv6 address, swarm/contact.py); one may come twice, with
+        two addresses
     the run's name in ASCII (0 to 32), as a manifest may have it
     the first 4 bytes of SHA-256 over `farflock-invite` and all of the above
 
@@ -17,12 +19,13 @@ the run's id and the founder's signature.
 import base64
 import binascii
 import hashlib
+import itertools
 import re
 import struct
 from dataclasses import dataclass
 
 from farflock.node.errors import Usage
-from farflock.swarm.contact import PACKED_BYTES, Contact, unpack
+from farflock.swarm.contact import PACKED_BYTES, PACKED_IP6_BYTES, Contact, unpack
 from farflock.swarm.identity import peer_id, public_key
 from farflock.swarm.links import PeerId
 
@@ -36,6 +39,7 @@ CHECKSUM_BYTES = 4
 
 _HEAD = struct.Struct(">BB16sI")
 _ELSEWHERE = 3  # the founder's place if it is none of the members
+_IP6 = 16  # the first member has an IPv6 address; the others follow
 _KEY_BYTES = 32
 _FIRST_VERSION = b"\x95\x01"  # it was msgpack
 _RUN = re.compile(r"[0-9a-f]{32}")
@@ -63,6 +67,7 @@ def mint(invite: Invite) -> str:
     peers = [member.peer for member in invite.members]
     place = peers.index(invite.founder) if invite.founder in peers else _ELSEWHERE
     shape = len(peers) + 4 * place
+    shape += sum(_IP6 << number for number, member in enumerate(invite.members) if member.is_ip6)
     fields = [_HEAD.pack(VERSION, shape, bytes.fromhex(invite.run), invite.expires)]
     if place == _ELSEWHERE:
         fields.append(public_key(invite.founder))
@@ -95,14 +100,15 @@ def _content(body: bytes) -> Invite:
     if len(body) < _HEAD.size:
         raise ValueError("it is too short")
     _, shape, run, expires = _HEAD.unpack_from(body)
-    place, count = divmod(shape, 4)
+    count, place, versions = shape % 4, shape // 4 % 4, shape // _IP6
     elsewhere = place == _ELSEWHERE
     begins = _HEAD.size + _KEY_BYTES * elsewhere
-    ends = begins + count * PACKED_BYTES
-    if not 1 <= count <= MAX_MEMBERS or (place >= count and not elsewhere) or len(body) < ends:
+    sizes = [PACKED_IP6_BYTES if versions >> n & 1 else PACKED_BYTES for n in range(count)]
+    places = list(itertools.accumulate(sizes, initial=begins))
+    ends, is_whole = places[-1], len(body) >= places[-1]
+    if not count or (place >= count and not elsewhere) or versions >> count or not is_whole:
         raise ValueError("its length does not fit what it says of its members")
-    places = range(begins, ends, PACKED_BYTES)
-    members = tuple(unpack(body[at : at + PACKED_BYTES]) for at in places)
+    members = tuple(unpack(body[at:to]) for at, to in itertools.pairwise(places))
     founder = peer_id(body[_HEAD.size : begins]) if elsewhere else members[place].peer
     name = body[ends:].decode("ascii")
     if not _NAME.fullmatch(name):

@@ -8,6 +8,7 @@ import asyncio
 
 import zmq
 
+from farflock.swarm.addresses import numeric
 from farflock.swarm.record import BadRecord
 from farflock.swarm.zmq.message import RECORD
 from farflock.swarm.zmq.outbox import CONTROL
@@ -80,7 +81,8 @@ class Handshakes:
             return None
         partner.record = partner.record or record
         life = record.incarnation
-        route = Route(port, address, descriptor, record.peer, key.hex(), life)
+        seen = _address(frame)
+        route = Route(port, address, descriptor, record.peer, key.hex(), seen, life)
         if self.twins.holds_back(partner, route, now_s):
             return None
         self._join(partner, route)
@@ -142,3 +144,11 @@ class Handshakes:
         """Return the dial that a socket belongs to; None for a listening socket."""
         partner = self._table.partners.get(port.owner) if port.owner else None
         return partner.dial if partner else None
+
+
+def _address(frame: zmq.Frame) -> str:
+    """Return the address from which a frame comes, as far as libzmq knows it."""
+    try:
+        return str(numeric(str(frame.get("Peer-Address"))))
+    except (ValueError, zmq.ZMQError):
+        return "0.0.0.0"

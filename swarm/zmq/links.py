@@ -7,12 +7,14 @@ and gives up. The wire format is in `message`.
 """
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from farflock.swarm.addresses import MAX_PUBLISHED, LinkAddress
 from farflock.swarm.contact import Contact
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Sendable, Transport, size_of
@@ -44,6 +46,7 @@ class LinkOptions:
     sequence: int = 0  # no less than this identity has ever published
     # Control is bound here, bulk on the next port (any two for port 0); None: only dial.
     listen: str | None = "tcp://127.0.0.1:0"
+    also: Sequence[str] = ()  # further numeric hosts to listen on, at the same ports
     advertise: Sequence[str] = ()  # numeric hosts to publish instead of the one in `listen`
     doors: Sequence[str] = ()  # my directory's addresses, published in my record
     relay: bool = True  # forward for others
@@ -76,6 +79,7 @@ class ZmqLinks:
         silent_after_s = SILENT_SHARE * options.suspect_after_s
         self._loop = asyncio.get_running_loop()
         self._closed = False
+        self.listens: tuple[LinkAddress, ...] = ()  # where it was told to; none: it only dials
         key = identity.session_key()
         self._table = table = PartnerTable(identity.peer, Gate(run, identity.peer, options.refuse))
         self._detours = Relays(identity, run, table, options.relay, options.forward_bytes_per_s)
@@ -86,14 +90,15 @@ class ZmqLinks:
         self._sockets = Sockets(table, key, self._receiver, silent_after_s)
         try:
             listen, curve = options.listen, key.public_key().public_bytes_raw()
-            endpoints = self._sockets.listen(listen, options.advertise) if listen else ()
+            if listen:
+                self.listens = self._sockets.listen(listen, options.also, options.advertise)
             self._record = Record(
                 run,
                 identity.peer,
                 options.incarnation,
                 options.sequence,
                 curve,
-                endpoints,
+                _endpoints(self.listens),
                 doors=tuple(options.doors[:MAX_DOORS]),
             )
             self._handshakes.greeting = RECORD + seal(identity, self._record)
@@ -104,6 +109,9 @@ class ZmqLinks:
         self._upkeep = Upkeep(
             table, self._sockets, self._handshakes, self._sender, self._detours, pulse
         )
+        self.witness = self._receiver.witness = self._upkeep.witness
+        if self.listens:
+            self.witness.ports = self.listens[0].control, self.listens[0].bulk
 
     @classmethod
     async def open(cls, identity: Identity, run: str, options: LinkOptions) -> "ZmqLinks":
@@ -123,6 +131,7 @@ class ZmqLinks:
         speed: float | None = None,
         relays: Iterable[PeerId] | None = None,
         doors: Sequence[str] | None = None,
+        addresses: Sequence[LinkAddress] | None = None,
     ) -> bytes:
         """Return my record, signed with the next sequence number and updated by the arguments."""
         self._record = msgspec.structs.replace(
@@ -132,7 +141,10 @@ class ZmqLinks:
             speed=self._record.speed if speed is None else speed,
             relays=self._record.relays if relays is None else tuple(relays),
             doors=self._record.doors if doors is None else tuple(doors[:MAX_DOORS]),
+            endpoints=self._record.endpoints if addresses is None else _endpoints(addresses),
         )
+        if addresses is not None:
+            self.witness.own = tuple(addresses)
         self._detours.relays = self._record.relays
         blob = seal(self._identity, self._record)
         self._handshakes.greeting = RECORD + blob
@@ -171,10 +183,12 @@ class ZmqLinks:
             self.counters["bad record"] += 1
             return False
 
-    def expect(self, contact: Contact) -> None:
-        """Make a peer reachable whose record is not here yet: the first frame on each connection to
-        it will be that record."""
-        record = Record(self._run, contact.peer, 0, UNSIGNED, contact.curve, contact.endpoints)
+    def expect(self, contact: Contact, *others: Contact) -> None:
+        """Make a peer reachable whose record is not here yet, at one address or at `others` too:
+        the first frame on each connection to it will be that record."""
+        places = [each.endpoints for each in (contact, *others)][:MAX_PUBLISHED]
+        endpoints = tuple(itertools.chain.from_iterable(places))
+        record = Record(self._run, contact.peer, 0, UNSIGNED, contact.curve, endpoints)
         self._table.note(record, self._loop.time())
 
     def send(self, peer: PeerId, frame: bytes) -> bool:
@@ -276,3 +290,8 @@ class ZmqLinks:
         self._closed = True
         self._receiver.inbox.close()
         self._sockets.close()
+
+
+def _endpoints(addresses: Sequence[LinkAddress]) -> tuple[str, ...]:
+    """Return the endpoints of a record: those of each address in turn."""
+    return tuple(itertools.chain.from_iterable(each.endpoints for each in addresses))

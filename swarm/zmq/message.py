@@ -9,7 +9,9 @@ Message (always a single part): one kind byte, then its content.
 - 7 taken: how many bytes of bulk frames its sender has read on this connection (8 bytes); the
   other side sends no more than a window ahead of it
 - 8 twin: another life of the receiver is connected here, and answers (swarm/zmq/twins.py)
+- 9 observe and 10 observed: at which address this peer is dialled, as in swarm/zmq/witness.py
 """
 
-RECORD, FRAME, PING, PONG, FORWARD, FORWARDED, TAKEN, TWIN = (bytes([kind]) for kind in range(1, 9))
+RECORD, FRAME, PING, PONG, FORWARD, FORWARDED, TAKEN = (bytes([kind]) for kind in range(1, 8))
+TWIN, OBSERVE, OBSERVED = (bytes([kind]) for kind in range(8, 11))
 TOKEN_BYTES = 8

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from farflock.swarm.addresses import LinkAddress, numeric
+from farflock.swarm.directory import MAX_RECORD_AGE_S
 from farflock.swarm.links import Liveness, PeerId, Transport
 from farflock.swarm.record import Record, newer
 from farflock.swarm.zmq.forward import CreditWindow, Tunnel
@@ -33,6 +35,32 @@ DIAL_S = 3.0
 MAX_DIAL_S = 15.0
 REDIAL_S = 0.5  # after a refusal, doubling
 MAX_REDIAL_S = 8.0
+# Of an address at which several peers are said to be, or a peer whose record has expired.
+REST_S = 1.0
+MAX_REST_S = 15.0
+MAX_RESTS = 4096
+
+
+class Rests:
+    """The rest of each address after dials that failed, over all records that name it."""
+
+    def __init__(self) -> None:
+        self._failures: dict[str, tuple[int, float]] = {}  # in a row, and when it is due again
+
+    def is_due(self, endpoint: str, now_s: float) -> bool:
+        """Return whether the address may be dialled again."""
+        return now_s >= self._failures.get(endpoint, (0, 0.0))[1]
+
+    def failed(self, endpoint: str, now_s: float) -> None:
+        """Let an address rest, after each failure for twice as long."""
+        count = self._failures.pop(endpoint, (0, 0.0))[0]
+        self._failures[endpoint] = count + 1, now_s + min(REST_S * 2 ** min(count, 10), MAX_REST_S)
+        if len(self._failures) > MAX_RESTS:
+            del self._failures[next(iter(self._failures))]
+
+    def worked(self, endpoint: str) -> None:
+        """Forget the failures of an address."""
+        self._failures.pop(endpoint, None)
 
 
 def endpoint_pairs(record: Record) -> list[tuple[str, str]]:
@@ -55,6 +83,7 @@ class Route:
     descriptor: int
     owner: PeerId
     key: str  # the CURVE key in hex, as libzmq reports it with each frame
+    seen: str = "0.0.0.0"  # the address that it comes from; unspecified: unknown
     life: int = 0  # of the owner: its incarnation, by the first frame
     answered: int = 0  # the highest token of a ping that came back
     gone_s: float | None = None
@@ -104,19 +133,27 @@ class Dial:
         record: Record,
         silent_after_s: float,
         now_s: float,
+        first: int = 0,
     ) -> None:
         self.record = record
         self.down_s: float | None = now_s  # since when control is not connected
         self.ungreeted: set[int] = set()  # connected lanes that have not sent our record
         self._pairs = endpoint_pairs(record)
-        self._index = 0
+        self._index = first
         self._tries = 0
         self._refusals = 0
         self._next_s = now_s + DIAL_S
         self.ports = tuple(ZmqSocket(context, lane, record.peer, events, guard) for lane in LANES)
         for port in self.ports:
             configure(port.socket, port.lane, key, record.curve, silent_after_s)
-            port.socket.connect(self._pairs[0][port.lane])
+            port.socket.connect(self._pairs[first][port.lane])
+
+    @property
+    def address(self) -> LinkAddress:
+        """The address that is dialled now."""
+        control, bulk = (endpoint.rpartition(":") for endpoint in self._pairs[self._index])
+        host = str(numeric(control[0].removeprefix("tcp://")))
+        return LinkAddress(host, int(control[2]), int(bulk[2]))
 
     def outdated(self, record: Record) -> bool:
         """Return whether the partner has moved away from an endpoint that does not connect."""
@@ -140,10 +177,17 @@ class Dial:
         """Note that control went down; for now libzmq redials by itself."""
         self.down_s, self._next_s = now_s, now_s + DIAL_S
 
-    def tend(self, now_s: float) -> None:
-        """Try the next pair of endpoints when it is due."""
-        if self.down_s is None or now_s < self._next_s:
-            return
+    @property
+    def endpoint(self) -> str:
+        """The control endpoint that is dialled now."""
+        return self._pairs[self._index][CONTROL]
+
+    def is_over(self, now_s: float) -> bool:
+        """Return whether the time for this pair of endpoints has passed without a connection."""
+        return self.down_s is not None and now_s >= self._next_s
+
+    def next(self, now_s: float) -> None:
+        """Try the next pair of endpoints."""
         old, self._index = self._pairs[self._index], (self._index + 1) % len(self._pairs)
         self._tries = min(self._tries + 1, 10)
         self._next_s = now_s + min(DIAL_S * 1.5**self._tries, MAX_DIAL_S)
@@ -157,6 +201,14 @@ class Dial:
             port.close()
 
 
+@dataclass(slots=True)
+class Looks:
+    """Times of the next question and the next answer about addresses (swarm/zmq/witness.py)."""
+
+    ask_s: float = 0.0
+    answer_s: float = 0.0
+
+
 @dataclass(eq=False, slots=True)
 class Partner:
     """One peer that we have, had or want a connection with."""
@@ -164,6 +216,7 @@ class Partner:
     peer: PeerId
     outbox: Outbox
     wanted_s: float = -math.inf  # when this node last asked for it
+    tried_s: float = -math.inf  # when it was last dialled
     record: Record | None = None
     routes: tuple[list[Route], list[Route]] = field(default_factory=lambda: ([], []))
     dial: Dial | None = None
@@ -180,6 +233,7 @@ class Partner:
     pings: int = 0
     ping_s: float = 0.0
     next_ping_s: float = 0.0
+    looks: Looks = field(default_factory=Looks)
 
     def wanted(self, now_s: float) -> bool:
         """Return whether this node asked for the peer within `WANTED_S`."""
@@ -191,6 +245,12 @@ class Partner:
         control, bulk = self.routes
         is_dialling = self.dial is not None and self.dial.down_s is not None
         return bool(control and bulk) and not (is_dialling or self.tunnel or self.outbox)
+
+    def seeks(self, endpoint: str, now_s: float) -> bool:
+        """Return whether this node looks for the peer, in vain, at an address among others."""
+        if self.record is None or self.best(CONTROL) or not self.wanted(now_s):
+            return False
+        return any(control == endpoint for control, _ in endpoint_pairs(self.record))
 
     def best(self, lane: int) -> Route | None:
         """Return the newest connection of this lane, or None."""
@@ -327,8 +387,13 @@ class PartnerTable:
         for partner in self.partners.values():
             partner.wanted_s += seconds
 
+    def forget_old(self, now_s: float) -> None:
+        """Forget records that expired so long ago that no older one can come back."""
+        self._forget_expired(now_s - MAX_RECORD_AGE_S)
+
     def _forget_expired(self, now_s: float) -> None:
-        """Forget expired records; until room is needed, they keep older ones from coming back."""
+        """Forget records that had expired by then; they keep older ones from coming back, until
+        room is needed."""
         for peer, (_record, until_s) in list(self.known.items()):
             if now_s >= until_s:
                 del self.known[peer]

@@ -12,6 +12,8 @@ from farflock.swarm.zmq.message import (
     FORWARD,
     FORWARDED,
     FRAME,
+    OBSERVE,
+    OBSERVED,
     PING,
     PONG,
     RECORD,
@@ -24,6 +26,7 @@ from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.socket import ZmqSocket
+from farflock.swarm.zmq.witness import Witness
 
 COPIED_BYTES = 16 * 1024  # a view of a short frame would keep libzmq's whole buffer
 
@@ -39,6 +42,7 @@ class Receiver:
         self._table, self._handshakes = table, handshakes
         self._sender, self._detours = sender, detours
         self._loop = asyncio.get_running_loop()
+        self.witness: Witness  # set once there are sockets
         self._unconfirmed: dict[Route, None] = {}  # whose confirmation has found no room
         self._stopped = [False, False]  # lanes not read until the inbox is half empty
 
@@ -125,6 +129,10 @@ class Receiver:
             self._detours.forward(partner, route.port.lane, body, self._loop.time())
         elif kind == FORWARDED:
             self._take_forwarded(partner, body)
+        elif kind == OBSERVE and route.port.lane == CONTROL:
+            self.witness.answer(partner, route, body, self._loop.time())
+        elif kind == OBSERVED and route.port.lane == CONTROL:
+            self.witness.hear(partner, route, body)
         else:
             self._table.counters["not a message"] += 1
 

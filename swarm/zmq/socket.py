@@ -60,12 +60,6 @@ def zmq_endpoint(multiaddress: str) -> str:
     return f"tcp://[{ipaddress.IPv6Address(match[2])}]:{match[3]}"
 
 
-def multiaddress(host: str, port: int) -> str:
-    """Return the multiaddress of a numeric host; raise `ValueError` for a name."""
-    address = ipaddress.ip_address(host.strip("[]"))
-    return f"/ip{address.version}/{address}/tcp/{port}"
-
-
 def configure(
     zmq_socket: zmq.Socket[bytes],
     lane: int,

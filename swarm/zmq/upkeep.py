@@ -6,11 +6,19 @@ import contextlib
 from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.message import PING, TOKEN_BYTES
 from farflock.swarm.zmq.outbox import BULK, CONTROL, LANES
-from farflock.swarm.zmq.partner import DEAD_S, Partner, PartnerTable, endpoint_pairs
+from farflock.swarm.zmq.partner import (
+    DEAD_S,
+    Dial,
+    Partner,
+    PartnerTable,
+    Rests,
+    endpoint_pairs,
+)
 from farflock.swarm.zmq.pulse import Pulse
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.sockets import Sockets
+from farflock.swarm.zmq.witness import Witness
 
 MAX_DIALS = 96  # a cell has 64 members; each dial takes about ten descriptors
 TICK_S = 0.05  # while bytes arrive, or wait to be sent
@@ -19,6 +27,7 @@ LOOK_S = 3.0  # between looks at all connections while this machine receives nex
 LOOK_STRANGERS_S = 1.0  # the same while a connection has no proven owner
 LATE_S = 1.0  # a tick this late was blocked by us: no partner's silence counts
 PING_EVERY_S = 10.0
+FORGET_EVERY_S = 60.0
 BULK_ALONE_S = 2.3  # bulk has no heartbeats; a full queue in a home router delays it this long
 
 
@@ -37,6 +46,8 @@ class Upkeep:
         self._table, self._sockets, self._handshakes = table, sockets, handshakes
         self._sender, self._detours, self._pulse = sender, detours, pulse
         self._loop = asyncio.get_running_loop()
+        self._rests, self._forget_s = Rests(), self._loop.time()
+        self.witness = Witness(table, sockets)
         self._is_cancelled = False
         self._sockets.guard.alarm = self._wake
         self._watched = 0  # connections at the last look
@@ -104,6 +115,10 @@ class Upkeep:
         self._handshakes.forget_closed(now_s)
         for partner in self._handshakes.end_waits(now_s):
             self._sender.flush(partner)
+        self.witness.tick(now_s)
+        if now_s >= self._forget_s:
+            self._forget_s = now_s + FORGET_EVERY_S
+            self._table.forget_old(now_s)
 
     def tend(self, partner: Partner, now_s: float) -> None:
         """Do whatever is due for one partner: dial, ping, forward, give up."""
@@ -132,17 +147,55 @@ class Upkeep:
     def _tend_dial(self, partner: Partner, wanted: bool, now_s: float) -> None:
         dial = partner.dial
         if dial:
-            dial.tend(now_s)
+            self._tend_own(partner, dial, now_s)
             if not wanted and dial.down_s is not None:
                 partner.hang_up(now_s)
             return
         missing = wanted and not (partner.best(CONTROL) and partner.best(BULK))
-        if not missing or not partner.record or not endpoint_pairs(partner.record):
+        if not missing or not partner.record:
+            return
+        first = self._first(partner, endpoint_pairs(partner.record), now_s)
+        if first is None:
             return
         if sum(other.dial is not None for other in self._table.partners.values()) >= MAX_DIALS:
             self._table.counters["too many dials"] += 1
             return
-        partner.dial = self._sockets.dial(partner.record, now_s)
+        partner.tried_s = now_s
+        partner.dial = self._sockets.dial(partner.record, now_s, first)
+
+    def _tend_own(self, partner: Partner, dial: Dial, now_s: float) -> None:
+        """Go on with a dial. One whose address is that of others too, or whose peer may be gone,
+        does not keep its descriptors between two attempts."""
+        if dial.down_s is None:
+            self._rests.worked(dial.endpoint)
+        elif dial.is_over(now_s):
+            self._rests.failed(dial.endpoint, now_s)
+            if self._is_alone(partner, dial.endpoint, now_s):
+                dial.next(now_s)
+            else:
+                partner.hang_up(now_s)
+
+    def _first(self, partner: Partner, pairs: list[tuple[str, str]], now_s: float) -> int | None:
+        """Return the number of the endpoints to dial first; None while all of them rest, or are for
+        others to try."""
+        for number, (endpoint, _) in enumerate(pairs):
+            if self._is_alone(partner, endpoint, now_s):
+                return number
+            rivals = self._rivals(partner, endpoint, now_s)
+            is_free = self._rests.is_due(endpoint, now_s) and not any(each.dial for each in rivals)
+            if is_free and all(partner.tried_s <= each.tried_s for each in rivals):
+                return number
+        return None
+
+    def _is_alone(self, partner: Partner, endpoint: str, now_s: float) -> bool:
+        """Return whether an address is that of this partner alone, which was heard of lately."""
+        is_known = self._table.record(partner.peer, now_s) is not None
+        return is_known and not self._rivals(partner, endpoint, now_s)
+
+    def _rivals(self, partner: Partner, endpoint: str, now_s: float) -> list[Partner]:
+        """Return the other peers that are looked for at an address."""
+        others = self._table.partners.values()
+        return [each for each in others if each is not partner and each.seeks(endpoint, now_s)]
 
     def _ping(self, partner: Partner, now_s: float) -> None:
         """Ping all connections: it measures the round trip and shows that both ends read."""
@@ -153,6 +206,7 @@ class Upkeep:
         for lane in LANES:
             for route in partner.routes[lane]:
                 route.write(PING + partner.pings.to_bytes(TOKEN_BYTES, "big"))
+        self.witness.ask(partner, now_s)
 
     def drop(self, partner: Partner, now_s: float) -> None:
         """Cut a partner's connections and drop its frames."""

@@ -1,10 +1,10 @@
-"""A contact is the part of a record by which a stranger finds a peer, in 74 bytes."""
+"""A contact is the part of a record by which a stranger finds a peer, in 74 or 86 bytes."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.swarm.contact import PACKED_BYTES, Contact, contact_of, unpack
+from farflock.swarm.contact import PACKED_BYTES, PACKED_IP6_BYTES, Contact, contacts_of, unpack
 from farflock.swarm.identity import peer_id
 from farflock.swarm.record import Record
 
@@ -12,6 +12,8 @@ PEER = peer_id(bytes(range(32)))
 CURVE = bytes(range(32, 64))
 PLACES = ("/ip4/192.0.2.7/tcp/4001", "/ip4/192.0.2.7/tcp/4002")
 DOOR = f"/ip4/192.0.2.7/tcp/4003/p2p/{PEER}"
+SIX = ("/ip6/2001:db8::7/tcp/1", "/ip6/2001:db8::7/tcp/2")
+SIX_DOOR = f"/ip6/2001:db8::7/tcp/3/p2p/{PEER}"
 
 
 def record(endpoints=PLACES, doors=()):
@@ -19,7 +21,7 @@ def record(endpoints=PLACES, doors=()):
 
 
 def test_a_contact_has_what_a_record_says():
-    found = contact_of(record(doors=(DOOR,)))
+    (found,) = contacts_of(record(doors=(DOOR,)))
     assert found == Contact(PEER, CURVE, "192.0.2.7", 4001, 4002, 4003)
     assert found.endpoints == PLACES
     assert found.doors == (DOOR,)
@@ -27,9 +29,18 @@ def test_a_contact_has_what_a_record_says():
     assert len(found.pack()) == PACKED_BYTES
 
 
+def test_a_contact_may_have_an_ip6_address():
+    (found,) = contacts_of(record(SIX, (SIX_DOOR,)))
+    assert found == Contact(PEER, CURVE, "2001:db8::7", 1, 2, 3)
+    assert found.endpoints == SIX
+    assert found.doors == (SIX_DOOR,)
+    assert unpack(found.pack()) == found
+    assert len(found.pack()) == PACKED_IP6_BYTES
+
+
 def test_a_door_that_has_just_opened_goes_before_those_of_the_record():
-    assert contact_of(record(doors=(DOOR,)), [DOOR.replace("4003", "5")]).door == 5
-    assert contact_of(record()).doors == ()
+    assert contacts_of(record(doors=(DOOR,)), [DOOR.replace("4003", "5")])[0].door == 5
+    assert contacts_of(record())[0].doors == ()
 
 
 @pytest.mark.parametrize(
@@ -43,7 +54,7 @@ def test_a_door_that_has_just_opened_goes_before_those_of_the_record():
     ],
 )
 def test_a_door_elsewhere_is_left_out(door):
-    assert contact_of(record(doors=(door,))).door == 0
+    assert contacts_of(record(doors=(door,)))[0].door == 0
 
 
 @pytest.mark.parametrize(
@@ -51,7 +62,8 @@ def test_a_door_elsewhere_is_left_out(door):
     [
         (),
         PLACES[:1],
-        ("/ip6/2001:db8::7/tcp/4001", "/ip6/2001:db8::7/tcp/4002"),
+        ("/ip6/2001:::7/tcp/4001", "/ip6/2001:::7/tcp/4002"),
+        ("/ip6/::/tcp/4001", "/ip6/::/tcp/4002"),
         (PLACES[0], "/ip4/192.0.2.8/tcp/4002"),
         ("/ip4/999.0.2.7/tcp/4001", "/ip4/999.0.2.7/tcp/4002"),
         ("/ip4/192.0.2.7/tcp/0", "/ip4/192.0.2.7/tcp/4002"),
@@ -59,13 +71,16 @@ def test_a_door_elsewhere_is_left_out(door):
         ("\x1b[2J", "/ip4/192.0.2.7/tcp/4002"),
     ],
 )
-def test_a_peer_that_cannot_be_dialled_over_ipv4_has_none(endpoints):
-    assert contact_of(record(endpoints)) is None
+def test_a_peer_that_cannot_be_dialled_has_none(endpoints):
+    assert contacts_of(record(endpoints)) == []
 
 
-def test_the_first_pair_of_endpoints_that_fits_is_taken():
-    six = ("/ip6/2001:db8::7/tcp/1", "/ip6/2001:db8::7/tcp/2")
-    assert contact_of(record((*six, *PLACES))).endpoints == PLACES
+def test_an_address_of_each_ip_version_in_the_scope_of_the_first_is_taken():
+    others = [f"/ip4/192.0.2.8/tcp/{port}" for port in (1, 2)]
+    home = [f"/ip4/192.168.0.2/tcp/{port}" for port in (1, 2)]
+    both = contacts_of(record((*SIX, *PLACES, *others, *home)))
+    assert [found.endpoints for found in both] == [SIX, PLACES]
+    assert [found.endpoints for found in contacts_of(record((*home, *SIX)))] == [tuple(home)]
 
 
 @given(st.binary(max_size=2 * PACKED_BYTES))
@@ -77,11 +92,14 @@ def test_any_bytes_are_a_contact_or_refused(raw):
     assert found.pack() == raw
 
 
-@given(st.binary(min_size=PACKED_BYTES, max_size=PACKED_BYTES))
+@given(
+    st.binary(min_size=PACKED_BYTES, max_size=PACKED_BYTES)
+    | st.binary(min_size=PACKED_IP6_BYTES, max_size=PACKED_IP6_BYTES)
+)
 def test_bytes_of_the_right_number_come_back_as_they_were(raw):
     try:
         found = unpack(raw)
     except ValueError:
-        assert b"\0\0" in (raw[68:70], raw[70:72])
+        assert b"\0\0" in (raw[-6:-4], raw[-4:-2])
         return
     assert found.pack() == raw

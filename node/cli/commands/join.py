@@ -16,7 +16,13 @@ from farflock.node.cli.commands.dry_run import (
     size_options,
     size_text,
 )
-from farflock.node.cli.commands.options import grace_of, logs_of, machine_of, machine_options
+from farflock.node.cli.commands.options import (
+    grace_of,
+    logs_of,
+    machine_of,
+    machine_options,
+    place_of,
+)
 from farflock.node.cli.output import Output, conclude
 
 if TYPE_CHECKING:
@@ -95,6 +101,7 @@ def command(
         out.line(f"joined run {node.run}: {node.manifest.run.name}, {members} members")
         out.line(node.says_device())
         out.line(node.says_disk())
+        node.tell_reach(lambda said: out.line(f"who can reach this node: {said}"))
 
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(out.download("downloading the run's state"))
@@ -123,8 +130,8 @@ def _require_startable(machine: Mapping[str, Any]) -> None:
 
     if machine["device"] not in ("auto", "cpu") or machine["outer"] == "device":
         machine_of(machine)  # only torch knows what devices there are
-    ports = () if machine["no_listen"] else (machine["port"], machine["dht_port"])
-    require_startable(RunFolder.at(machine["folder"]).path, machine["host"], *ports)
+    place = place_of(machine)
+    require_startable(RunFolder.at(machine["folder"]).path, place.hosts(), *place.ports)
 
 
 def _show(out: Output, invited: "Invite") -> int | None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
+    from farflock.node.process.host import OwnPlace
     from farflock.node.process.network import MachineOptions
     from farflock.node.sinks.choice import Endpoint, LogOptions
+    from farflock.swarm.addresses import LinkAddress
 
 MAX_CODEC_THREADS = 256
 
@@ -21,10 +23,20 @@ _TIME = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([sm])?", re.ASCII)
 _SHOWN = 64
 
 
-def _host(ctx: click.Context, option: click.Parameter, host: str) -> str:
-    from farflock.node.process.host import require_host
+def _host(ctx: click.Context, option: click.Parameter, host: str | None) -> str | None:
+    from farflock.node.process.host import bound_hosts
 
-    return require_host(host, "--host")
+    if host is not None:
+        bound_hosts(host, "--host")
+    return host
+
+
+def _advertise(
+    ctx: click.Context, option: click.Parameter, texts: tuple[str, ...]
+) -> "tuple[LinkAddress, ...]":
+    from farflock.node.process.host import advertised
+
+    return advertised(texts, "--advertise")
 
 
 def size_in_bytes(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
@@ -154,16 +166,25 @@ _MACHINE = (
     ),
     click.option(
         "--host",
-        default="127.0.0.1",
-        show_default=True,
         callback=_host,
-        help="IP address of this machine that members elsewhere can reach.",
+        help="Where to listen: an address of this machine, 0.0.0.0 or :: for all of them (:: with"
+        " IPv6), an interface, or a host name (default: 127.0.0.1, for this machine alone; with"
+        " --advertise, all).",
+    ),
+    click.option(
+        "--advertise",
+        multiple=True,
+        metavar="ADDRESS:PORT",
+        callback=_advertise,
+        help="Publish this address, at which a router, a cloud or a container's host passes on"
+        " PORT and the next one to --port and the next one.",
     ),
     click.option(
         "--port",
         type=click.IntRange(0, 65534),
         default=0,
-        help="Port for traffic between members (default: any free one).",
+        help="Port for traffic between members, which takes the next one too (default: any free"
+        " ones, or those of --advertise).",
     ),
     click.option(
         "--dht-port",
@@ -283,21 +304,18 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
     from farflock.node.model.device import choose, require_outer
     from farflock.node.model.step_options import StepOptions
     from farflock.node.process.network import MachineOptions
-    from farflock.node.process.torchrun import place_of
+    from farflock.node.process.torchrun import place_of as rank_of
     from farflock.node.state.paths import RunFolder
 
-    place = place_of(os.environ)
-    device = choose(options["device"], None if place is None else place.local_rank)
+    rank = rank_of(os.environ)
+    device = choose(options["device"], None if rank is None else rank.local_rank)
     if options["outer"] == "device":
-        require_outer(device, alone=place is None)
+        require_outer(device, alone=rank is None)
     return MachineOptions(
         folder=RunFolder.at(options["folder"]),
-        host=options["host"],
-        port=options["port"],
-        dht_port=options["dht_port"],
+        place=place_of(options),
         threads=options["threads"],
         codec_threads=options["codec_threads"],
-        client_mode=options["no_listen"],
         checkpoint_s=options["checkpoint_every"],
         keep=options["keep"],
         keep_bytes=options["keep_bytes"],
@@ -313,6 +331,16 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
             options["micro_batch"],
         ),
     )
+
+
+def place_of(options: Mapping[str, Any]) -> "OwnPlace":
+    """Return where these options let the machine listen."""
+    from farflock.node.process.host import OwnPlace, default_host
+
+    outside: tuple[LinkAddress, ...] = options["advertise"]
+    host = options["host"] or default_host(outside)
+    port = options["port"] or (outside[0].control if outside else 0)
+    return OwnPlace(host, port, options["dht_port"], options["no_listen"], outside)
 
 
 def grace_of(options: Mapping[str, Any]) -> float | None:

@@ -92,7 +92,6 @@ def command(
         return 0
     from farflock.node.cli.commands.training import train
     from farflock.node.process.entering import found
-    from farflock.node.process.host import is_loopback
     from farflock.node.state.paths import write_whole
 
     def greet(node: "NodeProcess") -> None:
@@ -102,8 +101,7 @@ def command(
         )  # scripts wait for it
         out.line(f"run {node.run} has started; others join with:\n\n  farflock join {invite}\n")
         out.line(f"{node.says_device()}\n{node.says_disk()}\n")
-        if is_loopback(node.machine.host):
-            out.line("only this machine can join; start with --host ADDRESS to let others in\n")
+        node.tell_reach(lambda said: out.line(f"who can join: {said}\n"))
 
     return train(
         out,

@@ -61,8 +61,8 @@ def _train(
     greet: Greet,
     grace_s: float | None,
 ) -> int:
-    ports = () if machine.client_mode else (machine.port, machine.dht_port)
-    require_startable(machine.folder.path, machine.host, *ports)
+    place = machine.place
+    require_startable(machine.folder.path, place.hosts(), *place.ports)
     ending, nodes = GracefulStop(), list["NodeProcess"]()
     last_words = ending.last_words = once(lambda: _conclude(out, ending, nodes))
     with ending, feeds(logs, out.line) as measured, watching(title) as show:

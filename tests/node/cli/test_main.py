@@ -119,8 +119,8 @@ def test_the_version_is_that_of_the_package(farflock):
         (["nonsense"], "nonsense"),
         (["generate"], "CHECKPOINT"),
         (["join"], "no invite given; paste the word that begins with `farflock:`"),
-        (["join", "x", "--host", "localhost"], "--host: 'localhost' is not an IP address; write"),
-        (["run", __file__, "--host", "0.0.0.0"], "--host: 0.0.0.0 means every address"),
+        (["join", "x", "--host", "999.1.1.1"], "--host: '999.1.1.1' is no address, no interface"),
+        (["run", __file__, "--advertise", "4002"], "--advertise: '4002' is not an address and a"),
         (["sim", "--peers", "0"], "--peers"),
     ],
 )

@@ -1,40 +1,107 @@
-"""A host that no peer could dial is refused with a clear message before any socket is opened."""
+"""What `--host` and `--advertise` say becomes addresses, or a sentence before any socket opens."""
+
+import socket
+from types import SimpleNamespace
 
 import pytest
 
 from farflock.node.errors import Usage
-from farflock.node.process.host import is_loopback, require_host
+from farflock.node.process.host import OwnPlace, advertised, bound_hosts, default_host
+from farflock.swarm.addresses import LinkAddress
+
+OUTSIDE = LinkAddress("203.0.113.7", 4002, 4003)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.7"])
-def test_an_address_that_can_be_dialled_is_taken(host):
-    assert require_host(host, "--host") == host
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A machine with two addresses, a bridge that is down, and two names that it knows."""
+
+    def entry(family, address):
+        return SimpleNamespace(family=family, address=address)
+
+    addresses = {
+        "lo": [entry(socket.AF_INET, "127.0.0.1"), entry(socket.AF_INET6, "::1")],
+        "eth0": [entry(17, "00:00:00:00:00:01"), entry(socket.AF_INET, "10.0.0.5")],
+        "eth1": [entry(socket.AF_INET6, "fe80::1%eth1"), entry(socket.AF_INET6, "2001:db8::5")],
+        "down0": [entry(socket.AF_INET, "172.17.0.1")],
+    }
+    up = {name: SimpleNamespace(isup=name != "down0") for name in addresses}
+    names = {"nat.example": "203.0.113.7", "localhost": "127.0.0.1"}
+
+    def resolve(name, *_, **__):
+        if name not in names:
+            raise socket.gaierror("unknown")
+        return [(0, 0, 0, "", (names[name], 0))]
+
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: addresses)
+    monkeypatch.setattr("psutil.net_if_stats", lambda: up)
+    monkeypatch.setattr("socket.getaddrinfo", resolve)
 
 
 @pytest.mark.parametrize(
-    ("host", "sentence"),
+    ("said", "hosts"),
     [
-        ("localhost", "--host: 'localhost' is not an IP address; write 127.0.0.1"),
-        ("example.invalid", "--host: 'example.invalid' is not an IP address; write the address"),
-        ("999.1.1.1", "--host: '999.1.1.1' is not an IP address"),
-        ("::1", "--host: ::1 is an IPv6 address, and nodes listen on IPv4"),
-        ("0.0.0.0", "--host: 0.0.0.0 means every address of this machine"),
+        ("localhost", ("127.0.0.1",)),
+        ("0.0.0.0", ("0.0.0.0",)),
+        ("eth1", ("2001:db8::5",)),
+        ("10.0.0.5", ("10.0.0.5",)),
     ],
 )
-def test_any_other_host_is_refused_with_the_reason(host, sentence):
+def test_every_form_of_a_host_is_taken(said, hosts):
+    assert bound_hosts(said, "--host") == hosts
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ("example.invalid", "--host: 'example.invalid' is no address, no interface and no known"),
+        ("nat.example", "--host: nat.example is 203.0.113.7, which is not an address of this"),
+        ("172.17.0.1", "--host: 172.17.0.1 is not an address of this machine"),
+        ("x" * 300, "--host: '" + "x" * 64 + "' is no address"),
+    ],
+)
+def test_any_other_host_is_refused_with_what_to_write(said, sentence):
     with pytest.raises(Usage) as error:
-        require_host(host, "--host")
+        bound_hosts(said, "--host")
     assert str(error.value).startswith(sentence)
+    assert "(10.0.0.5, 2001:db8::5)" in str(error.value)
 
 
-def test_a_loopback_address_is_known():
-    assert is_loopback("127.0.0.1")
-    assert not is_loopback("192.0.2.7")
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("203.0.113.7:4002", OUTSIDE),
+        ("nat.example:4002", OUTSIDE),
+        ("[2001:db8::7]:65534", LinkAddress("2001:db8::7", 65534, 65535)),
+    ],
+)
+def test_an_advertised_address_has_the_next_port_for_bulk(text, address):
+    assert advertised([text], "--advertise") == (address,)
 
 
-def test_for_every_address_the_machines_own_ones_are_offered(monkeypatch):
-    address = type("Address", (), {"family": 2, "address": "192.0.2.7"})
-    loopback = type("Address", (), {"family": 2, "address": "127.0.0.1"})
-    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [loopback], "eth0": [address]})
-    with pytest.raises(Usage, match=r"reach \(this machine has 192\.0\.2\.7\)"):
-        require_host("0.0.0.0", "host")
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "203.0.113.7", "203.0.113.7:", ":4002", "203.0.113.7:0", "203.0.113.7:65535"),
+        *("a:4", "::1", "0.0.0.0:4002", "203.0.113.7:" + "9" * 5000, "203.0.113.7:²"),
+    ],
+)
+def test_nothing_else_can_be_advertised(text):
+    with pytest.raises(Usage, match="--advertise"):
+        advertised([text], "--advertise")
+
+
+def test_a_machine_behind_an_advertised_address_listens_everywhere():
+    assert default_host(()) == "127.0.0.1"
+    assert default_host([OUTSIDE]) == "0.0.0.0"
+    assert default_host([OUTSIDE, LinkAddress("2001:db8::7", 1, 2)]) == "::"
+
+
+def test_interfaces_that_are_up_are_known_to_who_listens():
+    where = OwnPlace("0.0.0.0", 4002, 4001, advertise=(OUTSIDE,)).listening()
+    assert (where.hosts, where.port, where.dht_port) == (("0.0.0.0",), 4002, 4001)
+    assert set(where.interfaces) == {"127.0.0.1", "::1", "10.0.0.5", "2001:db8::5"}
+    assert where.advertised == (OUTSIDE,)
+    passive = OwnPlace("nobody asks", 4002, client_mode=True)
+    assert passive.listening().client_mode
+    assert (passive.hosts(), passive.ports) == ((), ())

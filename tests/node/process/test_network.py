@@ -50,16 +50,16 @@ def test_a_folder_that_cannot_be_created_is_named_with_the_reason(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("listen", "addresses", "again"),
+    ("port", "addresses", "again"),
     [
-        ("/ip4/10.0.0.5/tcp/0", ("/ip4/10.0.0.5/tcp/4101/p2p/x",), "/ip4/10.0.0.5/tcp/4101"),
-        ("/ip4/0.0.0.0/tcp/0", ("/ip4/10.0.0.5/tcp/4101/p2p/x",), "/ip4/0.0.0.0/tcp/4101"),
-        ("/ip4/10.0.0.5/tcp/4001", ("/ip4/9.9.9.9/tcp/7/p2p/x",), "/ip4/10.0.0.5/tcp/4001"),
-        ("/ip4/10.0.0.5/tcp/0", (), "/ip4/10.0.0.5/tcp/0"),
+        (0, ("/ip4/10.0.0.5/tcp/4101/p2p/x", "/ip6/::1/tcp/4101/p2p/x"), 4101),
+        (4001, ("/ip4/9.9.9.9/tcp/7/p2p/x",), 4001),
+        (0, (), 0),
     ],
 )
-def test_a_directory_that_is_opened_again_listens_where_it_did(listen, addresses, again):
-    assert at_port_of(addresses, listen) == again
+def test_a_directory_that_is_opened_again_listens_where_it_did(port, addresses, again):
+    listening = Listening(hosts=("10.0.0.5", "::1"), dht_port=port)
+    assert at_port_of(addresses, listening) == replace(listening, dht_port=again)
 
 
 def test_a_node_whose_identity_lives_elsewhere_ends_with_one_sentence_and_not_again():

@@ -22,6 +22,7 @@ from farflock.node.run.invite import (
     mint,
     parse,
 )
+from farflock.swarm.addresses import numeric
 from farflock.swarm.contact import Contact
 from farflock.swarm.identity import peer_id, public_key
 
@@ -34,7 +35,7 @@ LONGEST_NAME = "n" * MAX_NAME_BYTES
 
 keys = st.binary(min_size=32, max_size=32)
 ports = st.integers(1, 65535)
-hosts = st.ip_addresses(v=4).map(str)
+hosts = st.ip_addresses().map(lambda host: str(numeric(str(host))))
 contacts = st.builds(Contact, keys.map(peer_id), keys, hosts, ports, ports, st.integers(0, 65535))
 invites = st.builds(
     Invite,
@@ -96,6 +97,22 @@ def test_the_format_is_what_was_documented():
     )
 
 
+def test_a_member_with_an_ip6_address_is_marked_in_the_shape():
+    six = replace(FOUNDER, host="2001:db8::7")
+    ports = struct.pack(">HHH", 4001, 4002, 4003)
+    address = bytes.fromhex("20010db8") + bytes(11) + b"\7"
+    packed_six = bytes(range(64)) + address + ports
+    both = replace(INVITE, members=(FOUNDER, six))
+    assert mint(both) == packed(body_of(shape=2 + 32, more=PACKED + packed_six + b"a run"))
+    assert parse(mint(both), NOW_S) == both
+
+
+def test_the_longest_invite_fits():
+    others = [Contact(peer_id(bytes([n]) * 32), bytes(32), "2001:db8::7", 1, 2) for n in range(3)]
+    longest = replace(INVITE, members=tuple(others), name=LONGEST_NAME)
+    assert len(mint(longest)) == 473 <= MAX_CHARS
+
+
 def test_every_mistyped_character_is_found():
     text = mint(INVITE)
     # the last one may carry bits that count for nothing
@@ -149,6 +166,8 @@ def test_another_version_is_named_whatever_follows(version, remedy):
         body_of(shape=2),
         body_of(shape=1 + 4 * 3),
         body_of(shape=1 + 16),
+        body_of(shape=1 + 32),
+        body_of(shape=1 + 128),
         body_of(shape=255, more=PACKED * 4),
         body_of(more=PACKED + b"x" * (MAX_NAME_BYTES + 1)),
         body_of(more=PACKED + b"\x1b[2J"),

@@ -23,7 +23,7 @@ from worlds.fleet import (
 )
 from worlds.waiting import LIMIT_S, in_time
 
-from farflock.swarm.contact import contact_of
+from farflock.swarm.contact import contacts_of
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.record import Record, seal, unseal
 from farflock.swarm.zmq import outbox
@@ -82,7 +82,7 @@ def test_a_peer_without_a_listener_is_answered_on_the_connection_it_dialled():
 def test_a_peer_is_reached_by_a_contact_and_tells_its_record_on_the_way():
     async def main(fleet):
         a, b = await fleet.peer(1), await fleet.peer(2)
-        a.expect(contact_of(unseal(b.record(), "run")))
+        a.expect(contacts_of(unseal(b.record(), "run"))[0])
         assert a.table.known[b.me][0].sequence == UNSIGNED
         assert a.send(b.me, b"first")
         dial = a.table.partners[b.me].dial
@@ -98,7 +98,7 @@ def test_a_contact_with_anothers_place_leads_to_nobody():
     async def main(fleet):
         a, b = await fleet.peer(1), await fleet.peer(2)
         other = identity(5).peer
-        a.expect(replace(contact_of(unseal(b.record(), "run")), peer=other))
+        a.expect(replace(contacts_of(unseal(b.record(), "run"))[0], peer=other))
         assert a.send(other, b"not for you")
         await until(lambda: a.counters["stranger: another peer than dialled"])
         assert a.life(other) == "unknown"
@@ -111,7 +111,7 @@ def test_a_contact_does_not_replace_a_record():
     async def main(fleet):
         a, b = await fleet.peer(1), await fleet.peer(2)
         assert a.learn(b.record())
-        a.expect(replace(contact_of(unseal(b.record(), "run")), curve=bytes(32)))
+        a.expect(replace(contacts_of(unseal(b.record(), "run"))[0], curve=bytes(32)))
         await meet(a, b)
 
     run(main)

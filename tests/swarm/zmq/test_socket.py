@@ -1,33 +1,35 @@
 """Addresses from strangers, and what is known of a partner: pure parts of the ZMQ links."""
 
-import ipaddress
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from farflock.swarm.addresses import multiaddress_of, numeric
+from farflock.swarm.directory import MAX_RECORD_AGE_S
 from farflock.swarm.record import Record
 from farflock.swarm.zmq import partner as zmq_partner
 from farflock.swarm.zmq.outbox import Outbox, Pool
 from farflock.swarm.zmq.partner import (
     DEAD_S,
+    MAX_REST_S,
     WANTED_S,
     Dial,
     Partner,
     PartnerTable,
+    Rests,
     Route,
     Traffic,
     endpoint_pairs,
 )
-from farflock.swarm.zmq.socket import multiaddress, zmq_endpoint
+from farflock.swarm.zmq.socket import zmq_endpoint
 from farflock.swarm.zmq.zap import Gate
 
 
 @given(st.ip_addresses(), st.integers(1, 65535))
 def test_addresses_round_trip(address, port):
-    endpoint = zmq_endpoint(multiaddress(str(address), port))
+    endpoint = zmq_endpoint(f"{multiaddress_of(str(address))}/tcp/{port}")
     host, _, number = endpoint.removeprefix("tcp://").rpartition(":")
-    assert ipaddress.ip_address(host.strip("[]")) == address
+    assert numeric(host) == numeric(str(address))
     assert int(number) == port
 
 
@@ -49,7 +51,7 @@ def test_any_other_address_is_refused(text):
 
 def test_a_host_name_cannot_be_published():
     with pytest.raises(ValueError, match="localhost"):
-        multiaddress("localhost", 1)
+        multiaddress_of("localhost")
 
 
 def record(*endpoints: str, sequence: int = 1, lifetime_s: float = 60.0) -> Record:
@@ -180,3 +182,27 @@ def test_dropping_a_partner_forgets_its_queue_and_says_so():
     book.drop(partner, 1.0)
     assert book.counters["dropped with partner"] == 1
     assert (book.pool.used, book.partners) == ([0, 0], {})
+
+
+def test_an_address_rests_longer_after_each_failure_until_it_works():
+    rests, now_s, waits = Rests(), 0.0, []
+    for _ in range(6):
+        rests.failed("tcp://192.0.2.7:1", now_s)
+        start_s = now_s
+        while not rests.is_due("tcp://192.0.2.7:1", now_s):
+            now_s += 0.5
+        waits.append(now_s - start_s)
+    assert waits == [1.0, 2.0, 4.0, 8.0, MAX_REST_S, MAX_REST_S]
+    assert rests.is_due("tcp://192.0.2.7:2", 0.0)
+    rests.failed("tcp://192.0.2.7:1", now_s)
+    rests.worked("tcp://192.0.2.7:1")
+    assert rests.is_due("tcp://192.0.2.7:1", now_s)
+
+
+def test_what_expired_long_ago_is_forgotten():
+    book = table()
+    book.note(record(lifetime_s=10.0), 0.0)
+    book.forget_old(10.0)
+    assert "peer" in book.known
+    book.forget_old(10.0 + MAX_RECORD_AGE_S)
+    assert not book.known
