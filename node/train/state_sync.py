@@ -28,6 +28,7 @@ from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.absences import Absences
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.join_time import Traffic
 from farflock.swarm.peer.pairing import Pairing
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
 from farflock.swarm.peer.state_download import SILENT_S
@@ -62,6 +63,10 @@ class StatePeer(Protocol):
     def reach(self, stage: int | None = None) -> int:
         """Return the earliest round whose snapshot the logs of a stage's streams can continue;
         -1 if there are no streams."""
+        ...
+
+    def traffic(self, stage: int | None = None) -> Traffic:
+        """Return what the rounds of a stage's streams take of a line."""
         ...
 
 
@@ -117,7 +122,8 @@ class StateSync:
                 template, begun[template.key.stream], 0 if number else tokens, noted=noted
             )
         self._peer.context.progress_tokens = lambda: self._driver.tokens
-        self._peer.snapshots.serve(self._state_name, self._snapshot)
+        traffic = partial(self._peer.traffic, self._client.stage)
+        self._peer.snapshots.serve(self._state_name, self._snapshot, traffic=traffic)
 
     @property
     def feedback(self) -> State:

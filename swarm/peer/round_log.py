@@ -16,6 +16,7 @@ from farflock.swarm.bundle_store import BundleStore
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Key, Offer
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.join_time import TrafficMeter
 from farflock.swarm.protocol.exchange.close_list import CloseList, last_bundles
 from farflock.swarm.protocol.exchange.reminders import Reminders
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, RoundStatus, Stream
@@ -75,6 +76,7 @@ class StreamState:
     # Members that announced that the next round left their log.
     forgotten: LogTruncation = field(default_factory=LogTruncation)
     skipped: bool = False  # tokens are unknown until the next decision
+    meter: TrafficMeter = field(default_factory=TrafficMeter)
 
     @property
     def next(self) -> int:
@@ -178,6 +180,8 @@ class RoundLog:
         self._context.store.forget(work_pin(key))
         entry.complete = True
         entry.content_bytes = self._context.store.pinned_bytes(key)
+        late = number + state.stream.cadence.stride < state.seen  # others may have begun the next
+        state.meter.heard(entry.content_bytes, self._context.now(), late=late)
         state.resolve(number, outcome(state.stream, number, entry, self._context.bundles))
         self._fit(state)
         shelve = self._context.shelve

@@ -17,6 +17,7 @@ from farflock.swarm.chunk_store import KeptChunks, digest_of
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, StateOffer, StateQuery
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.join_time import NO_TRAFFIC, Traffic
 from farflock.swarm.peer.state_download import (
     MAX_LISTED,
     SILENT_S,
@@ -69,6 +70,7 @@ class Snapshots:
         self._providers: dict[str, Provide] = {}
         self._served: dict[str, StateOffer] = {}
         self._versions: dict[str, Callable[[], int]] = {}  # those remade on every change
+        self._traffic: dict[str, Callable[[], Traffic]] = {}  # of the rounds that change a state
         self._made: dict[str, tuple[int, float, int]] = {}  # (round, time, version)
         self._askers: dict[str, set[PeerId]] = {}  # peers waiting for a snapshot in the making
         self._downloads: dict[str, StateDownload] = {}
@@ -77,11 +79,17 @@ class Snapshots:
             maxlen=MAX_DISTRUSTED
         )
 
-    def serve(self, name: str, provide: Provide, version: Callable[[], int] | None = None) -> None:
-        """Answer queries for this stream's snapshot from now on.
+    def serve(
+        self,
+        name: str,
+        provide: Provide,
+        version: Callable[[], int] | None = None,
+        traffic: Callable[[], Traffic] = lambda: NO_TRAFFIC,
+    ) -> None:
+        """Answer queries for this stream's snapshot from now on, and say the `traffic` of rounds.
 
         A snapshot is offered until its `version` changes, or without a `version` for a while."""
-        self._providers[name] = provide
+        self._providers[name], self._traffic[name] = provide, traffic
         self._made.pop(name, None)
         if version is not None:
             self._versions[name] = version
@@ -90,6 +98,7 @@ class Snapshots:
         """Stop serving: this peer's state is not the run's."""
         self._providers.clear()
         self._versions.clear()
+        self._traffic.clear()
         self._made.clear()
 
     def receive(self, sender: PeerId, message: StateQuery | StateOffer) -> None:
@@ -156,6 +165,7 @@ class Snapshots:
             sum(part.total_bytes for part in parts),
             sum(part.bytes_per_s for part in parts),
             sum(part.begun_bytes for part in parts),
+            max(part.rounds_share for part in parts),
         )
 
     async def fetch(
@@ -177,15 +187,17 @@ class Snapshots:
         No log leads on from an earlier state, however many peers lag behind with it. With `stage`,
         only its members are asked. A snapshot of more than `max_bytes` is not begun. The one of the
         state that is `known` here comes without chunks. The chunks of others follow one another in
-        memory from `room`; `keep` them for another start, too, where the peer has a place for that.
-        Raise `SnapshotUnavailable` after `timeout_s`; if it is None, once nothing has come for
-        `silent_s` (swarm/peer/state_download.py)."""
+        memory from `room`; `keep` them, as those of a newcomer, for another start, too, where the
+        peer has a place for that. Raise `SnapshotUnavailable` after `timeout_s`; if it is None,
+        once nothing has come for `silent_s` (swarm/peer/state_download.py), or a newcomer's line is
+        measured and cannot carry the rounds beside the state (swarm/peer/join_time.py)."""
         kept = self.kept(name) if keep and self.kept is not None else None
-        wanted = Wanted(stage, min_round, max_bytes, known, room, kept, progress, silent_s)
+        wanted = Wanted(stage, min_round, max_bytes, known, room, kept, progress, silent_s, keep)
         download = self._downloads[name] = StateDownload(self._context, name, wanted)
         try:
             if timeout_s is None:
-                return await self._while_it_comes(download)
+                async with download.while_worth_it():
+                    return await self._while_it_comes(download)
             async with asyncio.timeout(timeout_s):
                 return await self._fetch(download)
         except TimeoutError:
@@ -265,8 +277,12 @@ class Snapshots:
                 self._made[name] = made
             if name not in self._providers:
                 return  # withdrawn meanwhile
+            round_bytes, round_s = self._traffic[name]()
             current = msgspec.structs.replace(
-                self._served[name], view=self._context.views.newest.hash
+                self._served[name],
+                view=self._context.views.newest.hash,
+                round_bytes=round_bytes,
+                round_s=round_s,
             )
             for waiting in sorted(askers):
                 self._context.send(waiting, current)
