@@ -32,7 +32,7 @@ from farflock.swarm.lending import Lending
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, ChunkMessage, Miss, Piece, Probe, Probed, Want
 from farflock.swarm.pace import REPLACE_S, SLOW, STRAY_S, Pace, Probing, Watch, faster
-from farflock.swarm.packing import BadPacking, unpacked
+from farflock.swarm.packing import unpacked
 from farflock.swarm.silence import Silence
 
 WINDOW_BYTES = 3 * 1024 * 1024  # requested and not yet received, per holder
@@ -519,12 +519,7 @@ class Chunks:
             self.dropped["piece not asked for"] += 1
             return
         if piece.packed:
-            try:
-                body = unpacked(body, MAX_PIECE_BYTES)
-            except BadPacking:
-                self.dropped["piece that cannot be unpacked"] += 1
-                fetching.blame(sender)
-                return
+            body = unpacked(body, MAX_PIECE_BYTES)
         stop = piece.start + len(body)
         if (
             piece.size != fetching.size
@@ -532,7 +527,7 @@ class Chunks:
             or not (stop == fetching.size or (stop < fetching.size and stop % PIECE_BYTES == 0))
         ):
             self.dropped["piece of the wrong size"] += 1
-            if piece.size != fetching.size:
+            if piece.size != fetching.size or not body:
                 fetching.blame(sender)
             return
         filled_bytes = fetching.fill(piece.start, body)

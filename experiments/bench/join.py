@@ -34,13 +34,13 @@ PARTS = ("", ".bytes", ".pace")
 @dataclass(frozen=True, slots=True)
 class Size:
     """The model, the numbers of newcomers at once, the rounds before them, and the seconds between
-    rounds on a line of 1 MB/s; at least `least_s`."""
+    rounds on a line of 1 MB/s; at least `min_s`."""
 
     preset: str = "10m"
     newcomers: tuple[int, ...] = (1, 5)
     before: int = 6
     round_s: float = 24.0
-    least_s: float = 2.0
+    min_s: float = 2.0
 
 
 QUICK = Size("demo", (1,), 6, 1.0, 1.0)
@@ -48,7 +48,7 @@ QUICK = Size("demo", (1,), 6, 1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What newcomers and a member say: the newcomers' answers, the times of the member's rounds,
+    """The answers of newcomers and of a member: the newcomers', the times of the member's rounds,
     the bytes of one and the seconds between them, and when the newcomers were told to join."""
 
     answers: Sequence[Fields]
@@ -134,7 +134,7 @@ def _metric(name: str, value: float, goal: float, unit: str, note: str) -> Metri
 
 async def joined(size: Size, places: Sequence[Host], rate: float) -> Joined:
     """Let the members train for a while; then let the newcomers join, all at once."""
-    pause_s = max(size.round_s / (rate / 1e6), size.least_s)
+    pause_s = max(size.round_s / (rate / 1e6), size.min_s)
     settings = {
         "members": MEMBERS,
         "preset": size.preset,

@@ -28,8 +28,9 @@ from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.absences import Absences
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.join_time import Traffic
 from farflock.swarm.peer.pairing import Pairing
+from farflock.swarm.peer.round_log import traffic_of
+from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
 from farflock.swarm.peer.state_download import SILENT_S
 from farflock.swarm.tasks import cancel
@@ -59,14 +60,11 @@ class StatePeer(Protocol):
     snapshots: Snapshots
     absences: Absences
     pairing: Pairing
+    rounds: Rounds
 
     def reach(self, stage: int | None = None) -> int:
         """Return the earliest round whose snapshot the logs of a stage's streams can continue;
         -1 if there are no streams."""
-        ...
-
-    def traffic(self, stage: int | None = None) -> Traffic:
-        """Return what the rounds of a stage's streams take of a line."""
         ...
 
 
@@ -122,7 +120,7 @@ class StateSync:
                 template, begun[template.key.stream], 0 if number else tokens, noted=noted
             )
         self._peer.context.progress_tokens = lambda: self._driver.tokens
-        traffic = partial(self._peer.traffic, self._client.stage)
+        traffic = partial(traffic_of, self._peer.rounds.streams, self._client.stage)
         self._peer.snapshots.serve(self._state_name, self._snapshot, traffic=traffic)
 
     @property

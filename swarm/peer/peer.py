@@ -28,7 +28,6 @@ from farflock.swarm.peer.codec_offers import CodecOffers
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.data_holders import DataHolders
 from farflock.swarm.peer.evaluations import Evaluations
-from farflock.swarm.peer.join_time import Traffic
 from farflock.swarm.peer.load_reports import LoadReports
 from farflock.swarm.peer.membership import Membership
 from farflock.swarm.peer.pairing import Pairing
@@ -276,10 +275,6 @@ class Peer:
         `stage` None is the whole model. An adopted snapshot must not be older. -1 without
         streams."""
         return self.rounds.reach(stage)
-
-    def traffic(self, stage: int | None = None) -> Traffic:
-        """Return what rounds of the streams of `stage` take of a line; None is the whole model."""
-        return self.rounds.traffic(stage)
 
     def waits(self) -> list[OpenWait]:
         """Return the exchanges that this peer waits for, as `status` prints them."""

@@ -9,14 +9,15 @@ pace and must miss none.
 import asyncio
 import collections
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from farflock.swarm.bundle_store import BundleStore
+from farflock.swarm.join_time import RoundTraffic, TrafficMeter, together
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Key, Offer
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.join_time import TrafficMeter
 from farflock.swarm.protocol.exchange.close_list import CloseList, last_bundles
 from farflock.swarm.protocol.exchange.reminders import Reminders
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, RoundStatus, Stream
@@ -212,6 +213,14 @@ def _size_bytes(state: StreamState, entry: LoggedRound) -> int:
 def work_pin(key: Key) -> tuple[str, Key]:
     """Return the pin for an exchange in progress; its result is pinned by the key itself."""
     return ("work", key)
+
+
+def traffic_of(streams: Mapping[str, StreamState], stage: int | None = None) -> RoundTraffic:
+    """Return what the rounds of a stage's streams (None: those of the whole model) take of the line
+    of a peer that follows them."""
+    return together(
+        state.meter.traffic for state in streams.values() if state.stream.stage == stage
+    )
 
 
 def outcome(stream: Stream, number: int, logged: LoggedRound, bundles: BundleStore) -> RoundOutcome:

@@ -32,7 +32,6 @@ from farflock.swarm.messages import (
 )
 from farflock.swarm.peer.catch_up import FETCH_TIMEOUT_S, HOPELESS_S, CatchUp
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.join_time import Traffic, together
 from farflock.swarm.peer.round_log import (
     LoggedRound,
     OpenOffer,
@@ -202,12 +201,6 @@ class Rounds:
             (self.oldest(state.stream.name) - state.stream.cadence.stride for state in streams),
             default=-1,
         )
-
-    def traffic(self, stage: int | None = None) -> Traffic:
-        """Return what the rounds of a stage's streams (None: those of the whole model) take of the
-        line of a peer that follows them."""
-        known = self._streams.values()
-        return together(each.meter.traffic for each in known if each.stream.stage == stage)
 
     def rewind(self, first_round: int) -> None:
         """Begin a branch with this round, forgetting what others decided without us from it on.

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import msgspec
 
 from farflock.swarm.chunk_store import KeptChunks, digest_of
+from farflock.swarm.join_time import NO_TRAFFIC, RoundTraffic
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, StateOffer, StateQuery
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.join_time import NO_TRAFFIC, Traffic
 from farflock.swarm.peer.state_download import (
     MAX_LISTED,
     SILENT_S,
@@ -70,7 +70,7 @@ class Snapshots:
         self._providers: dict[str, Provide] = {}
         self._served: dict[str, StateOffer] = {}
         self._versions: dict[str, Callable[[], int]] = {}  # those remade on every change
-        self._traffic: dict[str, Callable[[], Traffic]] = {}  # of the rounds that change a state
+        self._traffic: dict[str, Callable[[], RoundTraffic]] = {}  # of rounds
         self._made: dict[str, tuple[int, float, int]] = {}  # (round, time, version)
         self._askers: dict[str, set[PeerId]] = {}  # peers waiting for a snapshot in the making
         self._downloads: dict[str, StateDownload] = {}
@@ -84,7 +84,7 @@ class Snapshots:
         name: str,
         provide: Provide,
         version: Callable[[], int] | None = None,
-        traffic: Callable[[], Traffic] = lambda: NO_TRAFFIC,
+        traffic: Callable[[], RoundTraffic] = lambda: NO_TRAFFIC,
     ) -> None:
         """Answer queries for this stream's snapshot from now on, and say the `traffic` of rounds.
 
@@ -190,16 +190,14 @@ class Snapshots:
         memory from `room`; `keep` them, as those of a newcomer, for another start, too, where the
         peer has a place for that. Raise `SnapshotUnavailable` after `timeout_s`; if it is None,
         once nothing has come for `silent_s` (swarm/peer/state_download.py), or a newcomer's line is
-        measured and cannot carry the rounds beside the state (swarm/peer/join_time.py)."""
+        measured and cannot carry the rounds beside the state (swarm/join_time.py)."""
         kept = self.kept(name) if keep and self.kept is not None else None
         wanted = Wanted(stage, min_round, max_bytes, known, room, kept, progress, silent_s, keep)
         download = self._downloads[name] = StateDownload(self._context, name, wanted)
         try:
-            if timeout_s is None:
-                async with download.while_worth_it():
-                    return await self._while_it_comes(download)
-            async with asyncio.timeout(timeout_s):
-                return await self._fetch(download)
+            get = self._while_it_comes if timeout_s is None else self._fetch
+            async with asyncio.timeout(timeout_s), download.while_worth_it():
+                return await get(download)
         except TimeoutError:
             heard = len(download.offers)
             raise SnapshotUnavailable(

@@ -7,7 +7,7 @@ after a break of the line, nor from another holder, nor, where they are kept on 
 start. At a slow line few are on their way, so that each is complete soon.
 
 The first seconds of a newcomer's download measure its line. If rounds would take most of it, that
-is said; if they leave next to nothing, the download ends there (swarm/peer/join_time.py).
+is said; if they leave next to nothing, the download ends there (swarm/join_time.py).
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from typing import Annotated
 import msgspec
 
 from farflock.swarm.chunk_store import KeptChunks, is_intact
+from farflock.swarm.join_time import HELP, JoinTime, RoundTraffic, clock, usual
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Digest, Size, StateOffer
 from farflock.swarm.pace import Watch
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.join_time import HELP, JoinTime, Traffic, usual
 from farflock.swarm.silence import Silence
 
 SILENT_S = 30.0  # without a byte, after which a download ends
@@ -92,9 +92,7 @@ class StateProgress:
         said = f"{here / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate / 1e6:,.2f} MB/s"
         if self.left_s is None:
             return said
-        minutes, seconds = divmod(round(self.left_s), 60)
-        said += f", about {minutes // 60}:{minutes % 60:02}:{seconds:02} left"
-        busy = self.rounds_share
+        said, busy = f"{said}, about {clock(self.left_s)} left", self.rounds_share
         return f"{said}; rounds take {busy:.0%} of this line" if busy else said
 
 
@@ -188,7 +186,7 @@ class StateDownload:
         if now_s - first_s < MEASURED_S:
             return
         offers = self.offers.values()
-        traffic = usual(Traffic(offer.round_bytes, offer.round_s) for offer in offers)
+        traffic = usual(RoundTraffic(offer.round_bytes, offer.round_s) for offer in offers)
         left_bytes, rate = self.total_bytes - self.here_bytes, (came - before) / (now_s - first_s)
         self.time = JoinTime(left_bytes, rate, traffic)
         if self.time.is_hopeless:

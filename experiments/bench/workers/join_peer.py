@@ -20,6 +20,7 @@ from farflock.node.train.state_sync import Spool
 from farflock.optimizers.method import Result
 from farflock.swarm.compute import Worker
 from farflock.swarm.peer.peer import Peer
+from farflock.swarm.peer.round_log import traffic_of
 
 TEXT = 100_000  # characters of the corpus
 TOKENS = 1 << 40  # of the run, which has no end
@@ -68,7 +69,7 @@ async def be_member(owner: Owner, settings: Settings, node: ReplicaNode, counted
     owner.say("ready")
     while not training.done():
         await owner.command("tell")
-        owner.say("told", rounds=counted.at_s, traffic=peer.traffic())
+        owner.say("told", rounds=counted.at_s, traffic=traffic_of(peer.rounds.streams))
 
 
 async def join(owner: Owner, node: ReplicaNode, counted: Counted) -> None:

@@ -1,12 +1,11 @@
 """The part of `--dry-run` that says how long a newcomer needs, beside the rounds that go on: the
-sum of swarm/peer/join_time.py, before there is a run that could be measured."""
+sum of swarm/join_time.py, before there is a run that could be measured."""
 
 import math
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from farflock.swarm.peer.join_time import HELP, HOPELESS_ABOVE, TELL_ABOVE
+from farflock.swarm.join_time import HELP, HOPELESS_ABOVE, TELL_ABOVE, clock
 
 if TYPE_CHECKING:
     from farflock.node.run.manifest import Manifest
@@ -78,7 +77,7 @@ def _bytes_per_s(stream: "StreamSize", members: int, bytes_per_s: float, step_s:
 def join_text(facts: dict[str, Any]) -> str:
     """Return the sum as a line for people, with what would help where rounds take much."""
     busy, state = facts["rounds_share"], f"{facts['state_bytes'] / 1e6:,.1f} MB of state"
-    alone = _time(facts["alone_s"])
+    alone = clock(facts["alone_s"])
     if busy > HOPELESS_ABOVE:
         return (
             f"join       {state}: rounds take {busy:.0%} of this line, so a newcomer would hardly"
@@ -86,9 +85,5 @@ def join_text(facts: dict[str, Any]) -> str:
         )
     line = f"join       {state}: {alone} on this line"
     if busy:
-        line += f", {_time(facts['join_s'])} beside rounds, which take {busy:.0%} of it"
+        line += f", {clock(facts['join_s'])} beside rounds, which take {busy:.0%} of it"
     return f"{line}; {HELP} would leave more" if busy > TELL_ABOVE else line
-
-
-def _time(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

@@ -9,7 +9,7 @@ from worlds.chunk_net import NAME, SnapshotPeer, in_a_world, snapshot
 from worlds.waiting import now, until
 
 from farflock.swarm.chunk_store import digest_of
-from farflock.swarm.peer.join_time import Traffic
+from farflock.swarm.join_time import RoundTraffic
 from farflock.swarm.peer.snapshots import SnapshotUnavailable
 from farflock.swarm.peer.state_download import (
     BREAK_S,
@@ -322,7 +322,7 @@ def test_a_rate_is_that_of_the_last_seconds():
 
 
 def busy(round_bytes, round_s=2.0):
-    return lambda: Traffic(round_bytes, round_s)
+    return lambda: RoundTraffic(round_bytes, round_s)
 
 
 @in_a_world
@@ -356,6 +356,15 @@ async def test_what_one_member_says_of_rounds_keeps_nobody_away(world):
         said = busy(2**62, 1e-9) if name == "a" else busy(20_000)
         world.peer(name).serve(STATE, traffic=said)
     assert await world.joiner.fetch(None, keep=True) == STATE
+
+
+@in_a_world
+async def test_a_newcomer_with_a_limit_of_time_is_told_the_same_before_that(world):
+    slow(world)
+    world.peer("a").serve(STATE, traffic=busy(2_000_000))
+    with pytest.raises(SnapshotUnavailable, match="so a newcomer would hardly ever catch up"):
+        await world.joiner.fetch(60.0, keep=True)
+    assert now() < MEASURED_S + 2 * SOON_S
 
 
 @in_a_world

@@ -10,7 +10,6 @@ import collections
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NamedTuple
 
 TELL_ABOVE = 0.5  # of the line, after which what would help is said
@@ -20,7 +19,7 @@ TRAFFIC_ROUNDS = 8  # the last ones, over which a member takes the median
 FEW_ROUNDS = 3  # with fewer it says that it does not know
 
 
-class Traffic(NamedTuple):
+class RoundTraffic(NamedTuple):
     """The bytes of a round and the seconds from one to the next; zeros if they are not known."""
 
     round_bytes: int = 0
@@ -35,7 +34,7 @@ class Traffic(NamedTuple):
         return f"rounds of {self.round_bytes / 1e6:,.2f} MB every {self.round_s:,.2g} s"
 
 
-NO_TRAFFIC = Traffic()
+NO_TRAFFIC = RoundTraffic()
 
 
 class TrafficMeter:
@@ -55,21 +54,21 @@ class TrafficMeter:
         self._last_s = None if late else now_s
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> RoundTraffic:
         """The medians of late."""
         if len(self._gaps_s) < FEW_ROUNDS:
             return NO_TRAFFIC
-        return Traffic(statistics.median_low(self._sizes), statistics.median(self._gaps_s))
+        return RoundTraffic(statistics.median_low(self._sizes), statistics.median(self._gaps_s))
 
 
-def together(streams: Iterable[Traffic]) -> Traffic:
+def together(streams: Iterable[RoundTraffic]) -> RoundTraffic:
     """Return the traffic of several streams, by the rounds of the one that has them most often."""
     known = [each for each in streams if each.round_s]
     shortest_s = min((each.round_s for each in known), default=0.0)
-    return Traffic(round(shortest_s * sum(each.bytes_per_s for each in known)), shortest_s)
+    return RoundTraffic(round(shortest_s * sum(each.bytes_per_s for each in known)), shortest_s)
 
 
-def usual(said: Iterable[Traffic]) -> Traffic:
+def usual(said: Iterable[RoundTraffic]) -> RoundTraffic:
     """Return the median of what members say, the lower one of two."""
     ranked = sorted(said, key=lambda each: each.bytes_per_s)
     return ranked[(len(ranked) - 1) // 2] if ranked else NO_TRAFFIC
@@ -82,7 +81,7 @@ class JoinTime:
 
     left_bytes: int
     bytes_per_s: float
-    traffic: Traffic
+    traffic: RoundTraffic
 
     @property
     def rounds_share(self) -> float:
@@ -117,8 +116,10 @@ class JoinTime:
         )
         if self.is_hopeless or self.join_s is None:
             return f"{taken}, so a newcomer would hardly ever catch up"
-        return f"{taken}, so joining takes {_time(self.join_s)} in place of {_time(self.alone_s)}"
+        return f"{taken}, so joining takes {clock(self.join_s)} in place of {clock(self.alone_s)}"
 
 
-def _time(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+def clock(seconds: float) -> str:
+    """Return `1:02:03` for 3,723 seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
