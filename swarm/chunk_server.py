@@ -10,6 +10,7 @@ from farflock.swarm.batch import BATCH_BYTES, answer, is_sensible
 from farflock.swarm.chunk_store import Store
 from farflock.swarm.links import Liveness, PeerId
 from farflock.swarm.messages import Message, Miss, Piece, Probe, Probed, Want
+from farflock.swarm.packing import packed
 
 PIECE_BYTES = 64 * 1024  # the unit in which a chunk is asked for; a piece has one or more
 MAX_PIECE_BYTES = 9 * PIECE_BYTES  # a long shard, 1 MiB and its head, takes two
@@ -122,7 +123,7 @@ class ChunkServer:
         if want.more and len(data) <= BATCH_BYTES:
             piece, body = answer(self._store, want, data)
         else:
-            piece, body = piece_of(want, data)
+            piece, body = _packed(*piece_of(want, data)) if want.packs else piece_of(want, data)
         sent = await self._carrier.send_piece(asker, piece, body, SERVE_TIMEOUT_S)
         self.sent_bytes += len(body) if sent else 0
         return sent
@@ -132,6 +133,14 @@ def piece_of(want: Want, data: memoryview) -> tuple[Piece, memoryview]:
     """Return the next piece of a chunk for a request, and its bytes."""
     stop = min(want.start + piece_bytes(want), max(want.stop, want.start + PIECE_BYTES))
     return Piece(want.digest, want.start, len(data)), data[want.start : stop]
+
+
+def _packed(piece: Piece, body: memoryview) -> tuple[Piece, memoryview]:
+    """Return a piece in fewer bytes, where that is possible."""
+    short = packed(body)
+    if short is None:
+        return piece, body
+    return msgspec.structs.replace(piece, packed=True), memoryview(short)
 
 
 def is_askable(want: Want) -> bool:

@@ -32,6 +32,7 @@ from farflock.swarm.lending import Lending
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, ChunkMessage, Miss, Piece, Probe, Probed, Want
 from farflock.swarm.pace import REPLACE_S, SLOW, STRAY_S, Pace, Probing, Watch, faster
+from farflock.swarm.packing import unpacked
 from farflock.swarm.silence import Silence
 
 WINDOW_BYTES = 3 * 1024 * 1024  # requested and not yet received, per holder
@@ -105,6 +106,13 @@ class _Fetching:
         self.missing -= units
         self.due -= units
         return filled
+
+    def blame(self, sender: PeerId) -> None:
+        """Ask a peer that sent nonsense for nothing more, where that is known to be no accident."""
+        if self.liars is not None:
+            self.liars.add(sender)
+            self.refused.add(sender)
+            self.changed.set()
 
     def give(self, size: int) -> None:
         """Return `size` received bytes to the holder's window, for other fetches to use."""
@@ -374,7 +382,9 @@ class Chunks:
             return  # everything arrived while this request waited for the window
         fetching.asked.add(holder)
         end, pace = min(stop * PIECE_BYTES, fetching.size), self._pace(holder)
-        want = Want(fetching.digest, first * PIECE_BYTES, end, pace.piece_bytes)
+        # what is watched, a state, gets shorter on a line that is slow
+        packs = fetching.watch is not None and pace.piece_bytes < MAX_PIECE_BYTES
+        want = Want(fetching.digest, first * PIECE_BYTES, end, pace.piece_bytes, packs=packs)
         if self._carrier.send(holder, want):
             now_s = asyncio.get_running_loop().time()
             number = pace.asked(now_s)
@@ -508,6 +518,8 @@ class Chunks:
         ):
             self.dropped["piece not asked for"] += 1
             return
+        if piece.packed:
+            body = unpacked(body, MAX_PIECE_BYTES)
         stop = piece.start + len(body)
         if (
             piece.size != fetching.size
@@ -515,10 +527,8 @@ class Chunks:
             or not (stop == fetching.size or (stop < fetching.size and stop % PIECE_BYTES == 0))
         ):
             self.dropped["piece of the wrong size"] += 1
-            if piece.size != fetching.size and fetching.liars is not None:
-                fetching.liars.add(sender)
-                fetching.refused.add(sender)
-                fetching.changed.set()
+            if piece.size != fetching.size or not body:
+                fetching.blame(sender)
             return
         filled_bytes = fetching.fill(piece.start, body)
         fetching.served.add(sender)

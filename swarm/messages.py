@@ -75,24 +75,27 @@ class _Vote(_InView, frozen=True):
 
 class Want(_Message, frozen=True, tag="want"):
     """A request for bytes [start, stop) of a chunk, in pieces of at most `piece` bytes; or for a
-    whole small chunk together with further ones, whose digests `more` holds (swarm/batch.py)."""
+    whole small chunk together with further ones, whose digests `more` holds (swarm/batch.py). If it
+    `packs`, pieces of a single chunk may come compressed (swarm/packing.py)."""
 
     digest: Digest
     start: Size
     stop: Size
     piece: Size = 0
     more: Annotated[bytes, msgspec.Meta(max_length=32 * (MAX_BATCH_CHUNKS - 1))] = b""
+    packs: bool = False
 
 
 class Piece(_Message, frozen=True, tag="piece"):
     """Bytes [start, start + len(body)) of a chunk of `size` bytes, in the frame's body. In
     the answer to a batch, `more` holds the sizes of the further chunks, 4 bytes each (0: it is not
-    there), whose bytes follow."""
+    there), whose bytes follow. If it is `packed`, the body is compressed."""
 
     digest: Digest
     start: Size
     size: Size
     more: Annotated[bytes, msgspec.Meta(max_length=4 * (MAX_BATCH_CHUNKS - 1))] = b""
+    packed: bool = False
 
 
 class Miss(_Message, frozen=True, tag="miss"):
@@ -376,7 +379,8 @@ class StateQuery(_Message, frozen=True, tag="state?"):
 
 class StateOffer(_Message, frozen=True, tag="state"):
     """The sender's snapshot after `round` (-1: before the first), as a chunk that lists its chunks.
-    `view` is the newest that the sender knows: a state belongs to one chain of views."""
+    `view` is the newest that the sender knows: a state belongs to one chain of views. Its streams
+    lately had a round of `round_bytes` every `round_s` seconds; zeros if the sender knows none."""
 
     stream: Name
     view: Digest
@@ -385,6 +389,8 @@ class StateOffer(_Message, frozen=True, tag="state"):
     digest: Digest
     size: Size
     tokens: Count
+    round_bytes: Count = 0
+    round_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
 
 
 class EvaluationQuery(_Message, frozen=True, tag="evaluations?"):

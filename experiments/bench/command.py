@@ -34,6 +34,7 @@ BENCHMARKS = {
     "checkpoint": "farflock.experiments.bench.checkpoint",
     "idle": "farflock.experiments.bench.idle",
     "start": "farflock.experiments.bench.start",
+    "join": "farflock.experiments.bench.join",
     "pipeline": "farflock.experiments.bench.pipeline",
     "data": "farflock.experiments.bench.data",
     "generate": "farflock.experiments.bench.generate",
@@ -122,7 +123,8 @@ class _Scoreboard(click.Command):
     "rate",
     callback=_rate,
     metavar="RATE",
-    help="Bandwidth of each link in sync, overlap and control, such as 100mbit.",
+    help="Bandwidth of each link in sync, overlap and control, and of a newcomer's in join, such "
+    "as 100mbit.",
 )
 @click.option(
     "--parameters",
@@ -176,7 +178,7 @@ def command(
     but gpu.
 
     NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, whole,
-    checkpoint, idle, start, pipeline, data, generate, gpu, or one metric such as codec.int8.
+    checkpoint, idle, start, join, pipeline, data, generate, gpu, or one metric such as codec.int8.
     `farflock bench quality` takes hours and has its own options: see `farflock bench quality
     --help`.
 

@@ -15,7 +15,7 @@ from farflock.node.assembly.own_world import identity_of, require_startable
 from farflock.node.assembly.session import Session
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.forked import closed_in_forks
-from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
+from farflock.node.library.presence import JoinRequest, OptimizerNode, present
 from farflock.node.process.freed import trimmed
 from farflock.node.process.host import OwnPlace
 from farflock.node.process.network import MachineOptions, network
@@ -88,7 +88,7 @@ class NetworkEntryPoint:
                 if isinstance(way, Manifest):
                     known = own_run(identity, way, join_request.listed)
                 else:
-                    known = await learn_run(world, way, JOIN_TIMEOUT_S, UserModel)
+                    known = await learn_run(world, way, model=UserModel)
                     theirs = await listed_by_members(links, known, join_request.listed)
                     require_agreed(known.manifest, join_request.wished, join_request.listed, theirs)
                 async with Session(world, identity, known).running() as session:

@@ -18,9 +18,10 @@ def join_progress(listener: Listener) -> Iterator[None]:
     """Call `listener` with each verified part of the run's state, while a `SwarmOptimizer` that is
     made in the block joins a run.
 
-    It gets a `StateProgress`, with `here_bytes`, `total_bytes`, `bytes_per_s` and `left_s` (None if
-    nothing comes), whose text is a line for people. It is called in another thread, and should
-    return soon; what it raises ends the joining."""
+    It gets a `StateProgress`, with `here_bytes`, `total_bytes`, `bytes_per_s`, `left_s` (None if
+    nothing comes) and `rounds_share` of the line (0 until that is known), whose text is a line for
+    people. It is called in another thread, and should return soon; what it raises ends the
+    joining."""
     token = _listener.set(listener)
     try:
         yield

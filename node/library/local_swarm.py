@@ -20,7 +20,7 @@ from farflock.node.assembly.peer_world import PeerWorld, Workers
 from farflock.node.assembly.session import Session
 from farflock.node.errors import Usage
 from farflock.node.library.background import Background, BackgroundContext, in_threads
-from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
+from farflock.node.library.presence import JoinRequest, OptimizerNode, present
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 from farflock.node.run.manifest import Manifest
 from farflock.node.run.user_terms import GivenMethod, founded, require_agreed
@@ -34,6 +34,7 @@ Optimize = Callable[..., SwarmOptimizer]  # SwarmOptimizer's constructor, but fo
 RankFunction = Callable[[int, Optimize], T]
 
 MAX_PEERS = 64
+RANKS_TIMEOUT_S = 120.0  # for all ranks to call `optimize`
 QUICK = LinkModel(up_bytes_per_s=1e9, down_bytes_per_s=1e9, latency_s=0.0005, jitter_s=0.0)
 VIEW_S = 3.0  # long enough for all ranks to ask, so that one change of the view admits them all
 
@@ -86,10 +87,10 @@ class LocalPeers:
 
     async def _wait_for_all(self, barrier: asyncio.Barrier) -> None:
         try:
-            async with asyncio.timeout(JOIN_TIMEOUT_S):
+            async with asyncio.timeout(RANKS_TIMEOUT_S):
                 await barrier.wait()
         except (TimeoutError, asyncio.BrokenBarrierError):
-            why = f"not all {self.count} ranks called `optimize` within {JOIN_TIMEOUT_S:.0f} s"
+            why = f"not all {self.count} ranks called `optimize` within {RANKS_TIMEOUT_S:.0f} s"
             raise Usage(
                 "this rank gets no optimizer", why, "call `optimize` once in each rank's thread"
             ) from None
@@ -98,7 +99,7 @@ class LocalPeers:
         if rank == 0:
             self._manifest, self._listed = founded(join_request.wished), join_request.listed
             return self._manifest
-        async with asyncio.timeout(JOIN_TIMEOUT_S):
+        async with asyncio.timeout(RANKS_TIMEOUT_S):
             await self._founded.wait()
         assert self._manifest is not None
         require_agreed(self._manifest, join_request.wished, join_request.listed, self._listed)

@@ -34,14 +34,17 @@ from farflock.optimizers.method import Progress
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
+from farflock.swarm.peer.state_download import SILENT_S
+from farflock.swarm.silence import Silence
 from farflock.swarm.tasks import cancel
 
 if TYPE_CHECKING:
     from farflock.node.model.replica import PlainReplica
     from farflock.node.model.replica_fsdp import FsdpReplica
 
-JOIN_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 120.0  # for the run's views, from members that are there
 POLL_S = 0.05
+LOOK_EVERY_S = 1.0  # at whether a member is there
 TELL_EVERY_S = 10.0
 LINGER_S = 5.0  # after the last step, for peers that still need the last round
 
@@ -159,26 +162,28 @@ class OptimizerNode(WholePart):
         downloaded: DownloadProgress = lambda here, total: None,
     ) -> None:
         """Join the run through the members with these records: learn the views, adopt the state,
-        of which the listener of `join_progress` hears too, pass the gate, and be admitted. Raise
-        `RefusedByRun` on a timeout, and `Failure` once nothing of the state comes any more."""
+        of which the listener of `join_progress` hears too, pass the gate, and be admitted, for
+        which it waits as long as a member is there. Raise `RefusedByRun` once none has been for
+        `timeout_s`, and `Failure` once nothing of the state comes any more."""
 
         def verified(here_bytes: int, total_bytes: int) -> None:
             downloaded(here_bytes, total_bytes)
             tell_listener(self.peer.snapshots)
 
         try:
-            await self.peer.meet(records, timeout_s)
-            await self.peer.membership.admission.find_room()
+            async with while_there(self.peer, timeout_s):
+                await self.peer.meet(records, ANSWER_TIMEOUT_S)
+                await self.peer.membership.admission.find_room()
             async with _told(self.peer):
                 await self.loop.state_sync.adopt(downloaded=verified)
             await self.gate()
             self.peer.ask_in()
-            await self.until(lambda: self.peer.membership.is_member, timeout_s)
+            async with while_there(self.peer, timeout_s):
+                await self.until(lambda: self.peer.membership.is_member, None)
         except TimeoutError:
-            why = f"its members did not admit this peer within {timeout_s:.0f} s"
             raise RefusedByRun(
                 "the run cannot be joined",
-                why,
+                "its members do not answer",
                 "check that a member is running, or ask for a new invite",
             ) from None
 
@@ -200,6 +205,26 @@ class OptimizerNode(WholePart):
         if self.patient:
             with contextlib.suppress(TimeoutError):
                 await self.until(lambda: self.peer.alone, LINGER_S)
+
+
+@contextlib.asynccontextmanager
+async def while_there(peer: Peer, silent_s: float) -> AsyncIterator[None]:
+    """Let the block last as long as a member is there; raise `TimeoutError` once none has been for
+    so long."""
+    silence, context = Silence(), peer.context
+
+    async def look() -> None:
+        while True:
+            if any(context.life(each) == "alive" for each in peer.membership.book.others()):
+                silence.heard("member")
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async with silence.limited(silent_s):
+        looking = asyncio.create_task(look())
+        try:
+            yield
+        finally:
+            await cancel(looking)
 
 
 @contextlib.asynccontextmanager
@@ -239,7 +264,7 @@ async def present(session: Session, here: OptimizerNode) -> AsyncIterator[None]:
     if here.founder:
         session.start(here)
     else:
-        await session.join(here, JOIN_TIMEOUT_S)
+        await session.join(here, SILENT_S)
     try:
         yield
     finally:

@@ -30,13 +30,15 @@ class PartnerStatus(msgspec.Struct, frozen=True):
 
 
 class DownloadStatus(msgspec.Struct, frozen=True):
-    """A state that a node downloads: the verified bytes and all, the rate of the last seconds, and
-    the seconds that are left at this rate (None: nothing comes)."""
+    """A state that a node downloads: the verified bytes and all, the rate of the last seconds, the
+    seconds that are left at this rate (None: nothing comes), and the share of the line that the
+    run's rounds take (0: not known)."""
 
     here_bytes: int
     total_bytes: int
     bytes_per_s: float
     left_s: float | None
+    rounds_share: float = 0.0
 
     def said(self) -> str:
         """Return how far it is, as a phrase."""
@@ -46,7 +48,9 @@ class DownloadStatus(msgspec.Struct, frozen=True):
         if self.left_s is None:
             return f"{here}, and nothing comes"
         left = timedelta(seconds=round(self.left_s))
-        return f"{here}, {self.bytes_per_s / 1e6:,.2f} MB/s, about {left} left"
+        said = f"{here}, {self.bytes_per_s / 1e6:,.2f} MB/s, about {left} left"
+        busy = self.rounds_share
+        return f"{said}; rounds take {busy:.0%} of this line" if busy else said
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -196,7 +200,8 @@ def awaited_state(coming: StateProgress | None) -> tuple[Waiting, ...]:
         return ()
     left_s = None if coming.left_s is None else round(coming.left_s, 1)
     here, rate = coming.here_bytes, round(coming.bytes_per_s)
-    download = DownloadStatus(here, coming.total_bytes, rate, left_s)
+    share = round(coming.rounds_share, 4)
+    download = DownloadStatus(here, coming.total_bytes, rate, left_s, share)
     return (Waiting("state", -1, (), left_s or 0.0, download),)
 
 

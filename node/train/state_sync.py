@@ -29,6 +29,8 @@ from farflock.swarm.compute import Compute
 from farflock.swarm.peer.absences import Absences
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.pairing import Pairing
+from farflock.swarm.peer.round_log import traffic_of
+from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
 from farflock.swarm.peer.state_download import SILENT_S
 from farflock.swarm.tasks import cancel
@@ -58,6 +60,7 @@ class StatePeer(Protocol):
     snapshots: Snapshots
     absences: Absences
     pairing: Pairing
+    rounds: Rounds
 
     def reach(self, stage: int | None = None) -> int:
         """Return the earliest round whose snapshot the logs of a stage's streams can continue;
@@ -117,7 +120,8 @@ class StateSync:
                 template, begun[template.key.stream], 0 if number else tokens, noted=noted
             )
         self._peer.context.progress_tokens = lambda: self._driver.tokens
-        self._peer.snapshots.serve(self._state_name, self._snapshot)
+        traffic = partial(traffic_of, self._peer.rounds.streams, self._client.stage)
+        self._peer.snapshots.serve(self._state_name, self._snapshot, traffic=traffic)
 
     @property
     def feedback(self) -> State:

@@ -9,10 +9,12 @@ pace and must miss none.
 import asyncio
 import collections
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from farflock.swarm.bundle_store import BundleStore
+from farflock.swarm.join_time import RoundTraffic, TrafficMeter, together
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Key, Offer
 from farflock.swarm.peer.context import PeerContext
@@ -75,6 +77,7 @@ class StreamState:
     # Members that announced that the next round left their log.
     forgotten: LogTruncation = field(default_factory=LogTruncation)
     skipped: bool = False  # tokens are unknown until the next decision
+    meter: TrafficMeter = field(default_factory=TrafficMeter)
 
     @property
     def next(self) -> int:
@@ -178,6 +181,8 @@ class RoundLog:
         self._context.store.forget(work_pin(key))
         entry.complete = True
         entry.content_bytes = self._context.store.pinned_bytes(key)
+        late = number + state.stream.cadence.stride < state.seen  # others may have begun the next
+        state.meter.heard(entry.content_bytes, self._context.now(), late=late)
         state.resolve(number, outcome(state.stream, number, entry, self._context.bundles))
         self._fit(state)
         shelve = self._context.shelve
@@ -208,6 +213,14 @@ def _size_bytes(state: StreamState, entry: LoggedRound) -> int:
 def work_pin(key: Key) -> tuple[str, Key]:
     """Return the pin for an exchange in progress; its result is pinned by the key itself."""
     return ("work", key)
+
+
+def traffic_of(streams: Mapping[str, StreamState], stage: int | None = None) -> RoundTraffic:
+    """Return what the rounds of a stage's streams (None: those of the whole model) take of the line
+    of a peer that follows them."""
+    return together(
+        state.meter.traffic for state in streams.values() if state.stream.stage == stage
+    )
 
 
 def outcome(stream: Stream, number: int, logged: LoggedRound, bundles: BundleStore) -> RoundOutcome:

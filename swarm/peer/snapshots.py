@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from farflock.swarm.chunk_store import KeptChunks, digest_of
+from farflock.swarm.join_time import NO_TRAFFIC, RoundTraffic
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, StateOffer, StateQuery
 from farflock.swarm.peer.context import PeerContext
@@ -69,6 +70,7 @@ class Snapshots:
         self._providers: dict[str, Provide] = {}
         self._served: dict[str, StateOffer] = {}
         self._versions: dict[str, Callable[[], int]] = {}  # those remade on every change
+        self._traffic: dict[str, Callable[[], RoundTraffic]] = {}  # of rounds
         self._made: dict[str, tuple[int, float, int]] = {}  # (round, time, version)
         self._askers: dict[str, set[PeerId]] = {}  # peers waiting for a snapshot in the making
         self._downloads: dict[str, StateDownload] = {}
@@ -77,11 +79,17 @@ class Snapshots:
             maxlen=MAX_DISTRUSTED
         )
 
-    def serve(self, name: str, provide: Provide, version: Callable[[], int] | None = None) -> None:
-        """Answer queries for this stream's snapshot from now on.
+    def serve(
+        self,
+        name: str,
+        provide: Provide,
+        version: Callable[[], int] | None = None,
+        traffic: Callable[[], RoundTraffic] = lambda: NO_TRAFFIC,
+    ) -> None:
+        """Answer queries for this stream's snapshot from now on, and say the `traffic` of rounds.
 
         A snapshot is offered until its `version` changes, or without a `version` for a while."""
-        self._providers[name] = provide
+        self._providers[name], self._traffic[name] = provide, traffic
         self._made.pop(name, None)
         if version is not None:
             self._versions[name] = version
@@ -90,6 +98,7 @@ class Snapshots:
         """Stop serving: this peer's state is not the run's."""
         self._providers.clear()
         self._versions.clear()
+        self._traffic.clear()
         self._made.clear()
 
     def receive(self, sender: PeerId, message: StateQuery | StateOffer) -> None:
@@ -156,6 +165,7 @@ class Snapshots:
             sum(each.total_bytes for each in coming),
             sum(each.bytes_per_s for each in coming),
             sum(each.begun_bytes for each in coming),
+            max(each.rounds_share for each in coming),
         )
 
     async def fetch(
@@ -177,17 +187,17 @@ class Snapshots:
         No log leads on from an earlier state, however many peers lag behind with it. With `stage`,
         only its members are asked. A snapshot of more than `max_bytes` is not begun. The one of the
         state that is `known` here comes without chunks. The chunks of others follow one another in
-        memory from `room`; `keep` them for another start, too, where the peer has a place for that.
-        Raise `SnapshotUnavailable` after `timeout_s`; if it is None, once nothing has come for
-        `silent_s` (swarm/peer/state_download.py)."""
+        memory from `room`; `keep` them, as those of a newcomer, for another start, too, where the
+        peer has a place for that. Raise `SnapshotUnavailable` after `timeout_s`; if it is None,
+        once nothing has come for `silent_s` (swarm/peer/state_download.py), or a newcomer's line is
+        measured and cannot carry the rounds beside the state (swarm/join_time.py)."""
         kept = self.kept(name) if keep and self.kept is not None else None
-        wanted = Wanted(stage, min_round, max_bytes, known, room, kept, progress, silent_s)
+        wanted = Wanted(stage, min_round, max_bytes, known, room, kept, progress, silent_s, keep)
         download = self._downloads[name] = StateDownload(self._context, name, wanted)
         try:
-            if timeout_s is None:
-                return await self._while_it_comes(download)
-            async with asyncio.timeout(timeout_s):
-                return await self._fetch(download)
+            get = self._while_it_comes if timeout_s is None else self._fetch
+            async with asyncio.timeout(timeout_s), download.while_worth_it():
+                return await get(download)
         except TimeoutError:
             heard = len(download.offers)
             raise SnapshotUnavailable(
@@ -265,8 +275,12 @@ class Snapshots:
                 self._made[name] = made
             if name not in self._providers:
                 return  # withdrawn meanwhile
+            round_bytes, round_s = self._traffic[name]()
             current = msgspec.structs.replace(
-                self._served[name], view=self._context.views.newest.hash
+                self._served[name],
+                view=self._context.views.newest.hash,
+                round_bytes=round_bytes,
+                round_s=round_s,
             )
             for waiting in sorted(askers):
                 self._context.send(waiting, current)

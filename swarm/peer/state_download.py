@@ -5,13 +5,18 @@ No limit is on the whole: a line may be slow. Without a byte for `SILENT_S`, or 
 chunk for `UNVERIFIED_S`, it ends. Chunks are verified one by one and are never fetched twice: not
 after a break of the line, nor from another holder, nor, where they are kept on a disk, at the next
 start. At a slow line few are on their way, so that each is complete soon.
+
+The first seconds of a newcomer's download measure its line. If rounds would take most of it, that
+is said; if they leave next to nothing, the download ends there (swarm/join_time.py).
 """
 
 import asyncio
 import collections
+import contextlib
 import itertools
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -19,6 +24,7 @@ from typing import Annotated
 import msgspec
 
 from farflock.swarm.chunk_store import KeptChunks, is_intact
+from farflock.swarm.join_time import HELP, JoinTime, RoundTraffic, clock, usual
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Digest, Size, StateOffer
 from farflock.swarm.pace import Watch
@@ -43,6 +49,8 @@ DownloadProgress = Callable[[int, int], None]  # (bytes here, bytes in all), ver
 Room = Callable[[int], memoryview]  # a size -> memory for so many bytes
 ChunkName = tuple[bytes, int]  # digest and size
 
+log = logging.getLogger(__name__)
+
 
 class Listing(msgspec.Struct, frozen=True, array_like=True):
     """The content of a snapshot: the chunk that a `StateOffer` names. The `chunks` of a large
@@ -62,17 +70,20 @@ class SnapshotUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StateProgress:
-    """The progress of downloads: verified bytes, all bytes, the rate of the last seconds, and
-    bytes of chunks that are not whole yet."""
+    """The progress of downloads: verified bytes, all bytes, the rate of the last seconds, bytes of
+    chunks that are not whole yet, and the share of the line that the run's rounds take (0 if it is
+    not known)."""
 
     here_bytes: int
     total_bytes: int
     bytes_per_s: float
     begun_bytes: int = 0
+    rounds_share: float = 0.0
 
     @property
     def left_s(self) -> float | None:
-        """The seconds that are left at this rate; None if nothing comes."""
+        """The seconds that are left at this rate; None if nothing comes. The rounds that pass until
+        then come after the state."""
         left_bytes = max(self.total_bytes - self.here_bytes - self.begun_bytes, 0)
         return left_bytes / self.bytes_per_s if self.bytes_per_s else None
 
@@ -81,8 +92,8 @@ class StateProgress:
         said = f"{here / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate / 1e6:,.2f} MB/s"
         if self.left_s is None:
             return said
-        minutes, seconds = divmod(round(self.left_s), 60)
-        return f"{said}, about {minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+        said, busy = f"{said}, about {clock(self.left_s)} left", self.rounds_share
+        return f"{said}; rounds take {busy:.0%} of this line" if busy else said
 
 
 class LineRate:
@@ -113,8 +124,8 @@ class LineRate:
 @dataclass(slots=True)
 class Wanted:
     """The aim of a download: the first useful round, the state that is `known` here and needs no
-    chunks, the size beyond which none is begun, the memory for the chunks, and how long nothing may
-    come."""
+    chunks, the size beyond which none is begun, the memory for the chunks, how long nothing may
+    come, and whether the peer `joins` with it."""
 
     stage: int | None
     min_round: int
@@ -124,6 +135,7 @@ class Wanted:
     kept: KeptChunks | None = None
     progress: DownloadProgress = lambda here, total: None
     silent_s: float = SILENT_S
+    joins: bool = False
 
 
 @dataclass(slots=True)
@@ -139,18 +151,48 @@ class StateDownload:
     begun_bytes: int = 0  # came, and are not verified yet
     line: LineRate = field(default_factory=LineRate)
     silence: Silence = field(default_factory=Silence)
+    time: JoinTime | None = None  # once the line of a peer that joins is measured
     states: int = 0  # begun
     mute: set[PeerId] = field(default_factory=set)  # that are there, and have sent nothing lately
     # since when members offer what is known to be false
     refused: dict[PeerId, float] = field(default_factory=dict)
     _here: dict[ChunkName, memoryview] = field(default_factory=dict)  # chunks, verified
     _stirred: asyncio.Event = field(default_factory=asyncio.Event)
+    _worth: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
+    _first: tuple[float, int] | None = None  # when a piece came first, and the line's bytes by then
 
     @property
     def coming(self) -> StateProgress:
         """The progress of the download."""
-        rate = self.line.bytes_per_s(self.context.now())
-        return StateProgress(self.here_bytes, self.total_bytes, rate, max(self.begun_bytes, 0))
+        rate, begun = self.line.bytes_per_s(self.context.now()), max(self.begun_bytes, 0)
+        share = self.time.rounds_share if self.time is not None else 0.0
+        return StateProgress(self.here_bytes, self.total_bytes, rate, begun, share)
+
+    @contextlib.asynccontextmanager
+    async def while_worth_it(self) -> AsyncIterator[None]:
+        """Let the block last unless rounds leave next to nothing of the line; then raise
+        `SnapshotUnavailable`, with both rates."""
+        try:
+            async with self._worth:
+                yield
+        except TimeoutError:
+            remedy = f"use {HELP}, or a faster line"
+            raise SnapshotUnavailable(self._what, str(self.time), remedy) from None
+
+    def _weigh(self) -> None:
+        """Compare the line with the run's rounds, once pieces have come for `MEASURED_S`."""
+        now_s, came = self.context.now(), self.line.total_bytes
+        first_s, before = self._first = self._first or (now_s, came)
+        if now_s - first_s < MEASURED_S:
+            return
+        offers = self.offers.values()
+        traffic = usual(RoundTraffic(offer.round_bytes, offer.round_s) for offer in offers)
+        left_bytes, rate = self.total_bytes - self.here_bytes, (came - before) / (now_s - first_s)
+        self.time = JoinTime(left_bytes, rate, traffic)
+        if self.time.is_hopeless:
+            self._worth.reschedule(now_s)
+        elif self.time.is_slow:
+            log.warning("%s; %s would leave more", self.time, HELP)
 
     def begin(self, offer: StateOffer) -> None:
         """Count a state that is begun; raise `SnapshotUnavailable` if there were too many."""
@@ -158,16 +200,17 @@ class StateDownload:
         if self.states > MAX_STATES:
             raise self.ended(f"{MAX_STATES} states were begun, and none came whole")
 
+    @property
+    def _what(self) -> str:
+        return f"no snapshot of {self.name}"
+
     def ended(self, why: str) -> SnapshotUnavailable:
         """Return the error that ends this download."""
         if self.total_bytes:
             why += f"; {self.here_bytes / 1e6:,.1f} of {self.total_bytes / 1e6:,.1f} MB had come"
         kept = ", which goes on with what is here" if self.wanted.kept and self.here_bytes else ""
-        return SnapshotUnavailable(
-            f"no snapshot of {self.name}",
-            why,
-            f"check the network and that a member is running, and try again{kept}",
-        )
+        remedy = f"check the network and that a member is running, and try again{kept}"
+        return SnapshotUnavailable(self._what, why, remedy)
 
     def hears_members(self) -> None:
         """Note that members are there, who may be writing the state that they will offer."""
@@ -272,6 +315,8 @@ class StateDownload:
         self.begun_bytes += size
         if size:
             self.silence.heard("byte")
+        if size and self.time is None and self.total_bytes and self.wanted.joins:
+            self._weigh()
         self._stirred.set()
 
     async def _land(self, what: ChunkName, source: "_Source", places: list[memoryview]) -> bool:

@@ -129,7 +129,7 @@ SPECIMENS: tuple[Message, ...] = (
     Join(b"record"),
     Leave(),
     StateQuery("state"),
-    StateOffer("state", A, 6, B, A, 4096, 640),
+    StateOffer("state", A, 6, B, A, 4096, 640, 90_000, 2.5),
     Ping(1.25),
     Pong(1.25, 77.5),
     CALL,
@@ -215,7 +215,7 @@ def filled(kind, chance):
         "proof": chance.randbytes(64),
         "proofs": tuple((member, chance.randbytes(64)) for member in range(many)),
         "trail": chance.randbytes(8 * (many + 1)),
-        "queue": chance.choice([0.0, 1e9, chance.random()]),
+        **dict.fromkeys(("queue", "round_s"), chance.choice([0.0, 1e9, chance.random()])),
         "rate": chance.choice([1e-6, 1e9, 1 - chance.random()]),
         "resident_s": chance.choice([0.0, 1e9, chance.random()]),
         "codecs": tuple(
@@ -243,6 +243,8 @@ def filled(kind, chance):
             ("ask", "over", "notes", "offered", "asks", "leave", "left", "answers"),
             chance.choice([False, True]),
         ),
+        "packs": many == 7,
+        "packed": many == 7,
         "sent_s": chance.uniform(-1e9, 1e9),
         "run_s": chance.uniform(-1e9, 1e9),
         "bundle": chance.randrange(MAX_BUNDLES),
@@ -472,7 +474,15 @@ def test_a_message_over_a_limit_is_refused(case):
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    "message", [OFFER, Ping(0.0), Pong(0.0, 0.0), PairPropose(OFFER), PairAccept(OFFER)]
+    "message",
+    [
+        OFFER,
+        StateOffer("state", A, 6, B, A, 4096, 640, 1, 2.5),
+        Ping(0.0),
+        Pong(0.0, 0.0),
+        PairPropose(OFFER),
+        PairAccept(OFFER),
+    ],
 )
 def test_a_number_that_is_not_finite_is_refused(message, number):
     if isinstance(message, PairPropose | PairAccept):

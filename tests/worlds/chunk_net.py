@@ -180,7 +180,7 @@ class LentWorld:
 
 
 def snapshot(number=7, flavour=b"true", chunks=3, size=100_000):
-    parts = tuple(flavour + bytes([part]) * size for part in range(chunks))
+    parts = tuple(flavour + random.Random(part).randbytes(size) for part in range(chunks))
     return Snapshot(number, flavour.ljust(32, b"."), 10 * max(number, 0), parts)
 
 
@@ -207,13 +207,13 @@ class SnapshotPeer:
             else:
                 self.context.chunks.receive(sender, frame.message, frame.body)
 
-    def serve(self, what, build_s=0.0):
+    def serve(self, what, build_s=0.0, **options):
         async def provide():
             await asyncio.sleep(build_s)
             self.built += 1
             return what
 
-        self.snapshots.serve(NAME, provide)
+        self.snapshots.serve(NAME, provide, **options)
         return self
 
     async def fetch(self, timeout_s=30.0, **options):

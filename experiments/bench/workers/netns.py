@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,8 +59,9 @@ def congestion_control() -> str:
 
 
 @contextlib.contextmanager
-def hosts(count: int, rate_bits: float) -> Iterator[tuple[Host, ...]]:
-    """Create `count` hosts on a bridge, each with `rate_bits` per second each way.
+def hosts(count: int, rate_bits: float | Sequence[float]) -> Iterator[tuple[Host, ...]]:
+    """Create `count` hosts on a bridge, each with `rate_bits` per second each way, or with its own
+    of these.
 
     Raise `NoHosts` if that fails.
     """
@@ -70,7 +71,9 @@ def hosts(count: int, rate_bits: float) -> Iterator[tuple[Host, ...]]:
         hub, *spaces = [stack.enter_context(_namespace()) for _ in range(count + 1)]
         _inside(hub, "ip", "link", "add", "bridge", "type", "bridge")
         _inside(hub, "ip", "link", "set", "bridge", "up")
-        yield tuple(_plug(hub, space, number, rate_bits) for number, space in enumerate(spaces))
+        rates = [rate_bits] * count if isinstance(rate_bits, float) else rate_bits
+        each = zip(spaces, rates, strict=True)
+        yield tuple(_plug(hub, space, place, bits) for place, (space, bits) in enumerate(each))
 
 
 @contextlib.contextmanager

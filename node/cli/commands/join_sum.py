@@ -1,21 +1,15 @@
-"""The part of `--dry-run` that says how long a newcomer needs, beside the rounds that go on.
-
-Of a line of b bytes per second, rounds of q bytes every T seconds take the share ρ = q / (b T). A
-state of S bytes comes in S / (b (1 - ρ)) seconds: what is left of the line also carries the rounds
-that passed meanwhile.
-"""
+"""The part of `--dry-run` that says how long a newcomer needs, beside the rounds that go on: the
+sum of swarm/join_time.py, before there is a run that could be measured."""
 
 import math
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from farflock.swarm.join_time import HELP, HOPELESS_ABOVE, TELL_ABOVE, clock
 
 if TYPE_CHECKING:
     from farflock.node.run.manifest import Manifest
     from farflock.node.train.run_size import StreamSize
-
-TELL_ABOVE = 0.5  # of the line, after which what would help is said
-HOPELESS_ABOVE = 0.9  # after which a newcomer hardly ever catches up
 
 
 class _Share(NamedTuple):
@@ -83,17 +77,13 @@ def _bytes_per_s(stream: "StreamSize", members: int, bytes_per_s: float, step_s:
 def join_text(facts: dict[str, Any]) -> str:
     """Return the sum as a line for people, with what would help where rounds take much."""
     busy, state = facts["rounds_share"], f"{facts['state_bytes'] / 1e6:,.1f} MB of state"
-    alone, help_ = _time(facts["alone_s"]), "a longer period or a coarser codec"
+    alone = clock(facts["alone_s"])
     if busy > HOPELESS_ABOVE:
         return (
             f"join       {state}: rounds take {busy:.0%} of this line, so a newcomer would hardly"
-            f" ever catch up; use {help_}, or a faster line"
+            f" ever catch up; use {HELP}, or a faster line"
         )
     line = f"join       {state}: {alone} on this line"
     if busy:
-        line += f", {_time(facts['join_s'])} beside rounds, which take {busy:.0%} of it"
-    return f"{line}; {help_} would leave more" if busy > TELL_ABOVE else line
-
-
-def _time(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+        line += f", {clock(facts['join_s'])} beside rounds, which take {busy:.0%} of it"
+    return f"{line}; {HELP} would leave more" if busy > TELL_ABOVE else line

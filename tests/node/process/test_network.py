@@ -2,10 +2,12 @@
 
 import asyncio
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from farflock.node.assembly.own_addresses import Listening
 from farflock.node.assembly.own_world import (
     DESCRIPTORS,
     OneLife,

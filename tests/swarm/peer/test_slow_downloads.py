@@ -2,15 +2,18 @@
 
 import asyncio
 import collections
+import re
 
 import pytest
 from worlds.chunk_net import NAME, SnapshotPeer, in_a_world, snapshot
 from worlds.waiting import now, until
 
 from farflock.swarm.chunk_store import digest_of
+from farflock.swarm.join_time import RoundTraffic
 from farflock.swarm.peer.snapshots import SnapshotUnavailable
 from farflock.swarm.peer.state_download import (
     BREAK_S,
+    MEASURED_S,
     MUTE_S,
     SILENT_S,
     UNVERIFIED_S,
@@ -313,3 +316,59 @@ def test_a_rate_is_that_of_the_last_seconds():
         line.heard(100 if second < 50 else 10, float(second))
     assert line.total_bytes == 100 * 49 + 10 * 51
     assert line.bytes_per_s(100.0) == pytest.approx(10.0, rel=0.2)
+
+
+# The sum.
+
+
+def busy(round_bytes, round_s=2.0):
+    return lambda: RoundTraffic(round_bytes, round_s)
+
+
+@in_a_world
+async def test_a_line_that_rounds_would_fill_is_refused_at_the_beginning_with_both_numbers(world):
+    slow(world)
+    for name in "abc":
+        world.peer(name).serve(STATE, traffic=busy(2_000_000))
+    with pytest.raises(SnapshotUnavailable) as ended:
+        await world.joiner.fetch(None, keep=True)
+    assert now() < MEASURED_S + 2 * SOON_S
+    why = r"rounds of 2\.00 MB every 2 s take 50.% of this line, which carries 0\.20 MB/s, so a new"
+    assert re.match(why, ended.value.why)
+    assert ended.value.remedy == "use a longer period or a coarser codec, or a faster line"
+
+
+@in_a_world
+async def test_a_line_that_rounds_would_fill_by_half_is_told_what_helps_and_joins(world):
+    slow(world)
+    world.peer("a").serve(STATE, traffic=busy(240_000))
+    fetching = asyncio.create_task(world.joiner.fetch(None, keep=True))
+    await asyncio.sleep(MEASURED_S + SOON_S)
+    assert world.joiner.snapshots.coming.rounds_share == pytest.approx(0.6, rel=0.1)
+    assert "; rounds take 6" in str(world.joiner.snapshots.coming)
+    assert await fetching == STATE
+
+
+@in_a_world
+async def test_what_one_member_says_of_rounds_keeps_nobody_away(world):
+    slow(world)
+    for name in "abc":
+        said = busy(2**62, 1e-9) if name == "a" else busy(20_000)
+        world.peer(name).serve(STATE, traffic=said)
+    assert await world.joiner.fetch(None, keep=True) == STATE
+
+
+@in_a_world
+async def test_a_newcomer_with_a_limit_of_time_is_told_the_same_before_that(world):
+    slow(world)
+    world.peer("a").serve(STATE, traffic=busy(2_000_000))
+    with pytest.raises(SnapshotUnavailable, match="so a newcomer would hardly ever catch up"):
+        await world.joiner.fetch(60.0, keep=True)
+    assert now() < MEASURED_S + 2 * SOON_S
+
+
+@in_a_world
+async def test_a_member_that_takes_the_others_state_is_not_refused(world):
+    slow(world)
+    world.peer("a").serve(snapshot(chunks=5, size=SIZE - 4), traffic=busy(2_000_000))
+    assert await world.joiner.fetch(None) == snapshot(chunks=5, size=SIZE - 4)
