@@ -40,7 +40,7 @@ class World:
 
     def route(self, descriptor, life):
         self.port.connections[descriptor] = None
-        return Route(self.port, b"%d" % descriptor, descriptor, "p", "key", life)
+        return Route(self.port, b"%d" % descriptor, descriptor, "p", "key", life=life)
 
     @property
     def asked(self):
