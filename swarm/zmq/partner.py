@@ -203,10 +203,12 @@ class Dial:
 
 @dataclass(slots=True)
 class Looks:
-    """Times of the next question and the next answer about addresses (swarm/zmq/witness.py)."""
+    """Times of the next question and the next answer about addresses (swarm/zmq/witness.py), and
+    whether this peer waits for an answer."""
 
     ask_s: float = 0.0
     answer_s: float = 0.0
+    waits: bool = False
 
 
 @dataclass(eq=False, slots=True)
