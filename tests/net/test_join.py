@@ -226,9 +226,10 @@ def test_a_joiner_gets_the_tokenizer_from_the_swarm_and_keeps_it_with_its_checkp
         name: os.environ | ENVIRONMENT | {"FARFLOCK_HOME": str(tmp_path / name)} for name in "ab"
     }
     quiet = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    founded = [*COMMAND, "run", str(tmp_path / "run.toml"), "--json"]
+    folder = tmp_path / "a" / "node"
+    founded = [*COMMAND, "run", str(tmp_path / "run.toml"), "--folder", str(folder), "--json"]
     founder = nursery.popen(founded, env=homes["a"], **quiet)
-    invite = invite_of(founder, tmp_path / "a" / "node")
+    invite = invite_of(founder, folder)
     (tmp_path / "tok.json").unlink()
     joining = [*COMMAND, "join", invite, "--json"]
     joined = completed(joining, nursery.run, env=homes["b"], check=True, **quiet)
