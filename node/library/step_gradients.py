@@ -48,17 +48,24 @@ def kept(optimizer: torch.optim.Optimizer, closure: Closure | None) -> Iterator[
     def note() -> None:
         noted[:] = [(x, x.grad) for group in optimizer.param_groups for x in group["params"]]
 
+    def put_back() -> None:
+        for parameter, gradient in noted:
+            parameter.grad = gradient
+
     def then_note() -> object:
         assert closure is not None
+        put_back()
+        noted.clear()  # or they would stay in memory beside the ones that it makes
         returned = closure()
         note()
         return returned
 
-    if closure is None:
-        note()
+    note()
+    if closure is not None:  # which are of the step before: a method would take them for its own
+        for parameter, _ in noted:
+            parameter.grad = None
     yield closure and then_note
-    for parameter, gradient in noted:
-        parameter.grad = gradient
+    put_back()
 
 
 class Held:

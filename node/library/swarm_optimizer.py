@@ -186,8 +186,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         """
         overflowed = take_scale(self)
         with kept(self, closure) as closure:
-            # A step that overflowed counts, and changes nothing; a closure makes its own gradients.
-            if overflowed or closure is not None:
+            if overflowed:  # the step counts, and changes nothing
                 super().zero_grad()
             return self._ranks.step(partial(self._step, overflowed), closure)
 

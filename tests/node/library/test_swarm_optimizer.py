@@ -142,6 +142,16 @@ def test_a_closure_makes_the_gradients_and_its_loss_comes_back(alone):
     assert optimizer.step() is None
 
 
+def test_a_closure_that_zeroes_nothing_adds_to_the_gradients_that_are_there(alone):
+    ours, theirs = net(), net()
+    optimizer, plain = alone(ours, "local", inner=adamw), adamw(theirs.parameters())
+    for model, one in ((ours, optimizer), (theirs, plain)):
+        loss_of(model, 0).backward()
+        for step in (1, 2):
+            one.step(lambda model=model, step=step: loss_of(model, step).backward())
+    assert equal(weights(ours), weights(theirs))
+
+
 def test_gradients_of_several_backwards_add_up_and_zero_grad_drops_them(alone):
     ours, theirs = net(), net()
     optimizer, plain = alone(ours, "local", inner=adamw), adamw(theirs.parameters())
