@@ -308,7 +308,12 @@ def test_a_newcomer_that_is_restarted_at_a_slow_line_or_loses_frames_fetches_wha
 def provided(node):
     """Found a node's run; return what makes its snapshots."""
     made, serve = [], node.peer.snapshots.serve
-    node.peer.snapshots.serve = lambda name, provide: (made.append(provide), serve(name, provide))
+
+    def noted(name, provide, **more):
+        made.append(provide)
+        serve(name, provide, **more)
+
+    node.peer.snapshots.serve = noted
     node.found()
     return made[-1]
 
