@@ -52,7 +52,7 @@ COMMON_S = 5.0
 LOOK_S = 0.05
 # Looks at which nothing was missing, after which a node has caught up although nobody said so: a
 # newcomer's, and a member's, which hears of rounds as they begin.
-CALM_LOOKS, MEMBER_CALM_LOOKS = 100, 20
+CALM_LOOKS, MEMBER_CALM_LOOKS = 100, 4
 
 log = logging.getLogger(__name__)
 
@@ -328,9 +328,11 @@ class StateSync:
 
     async def _common_cut(self) -> "tuple[Cut, Snapshot] | None":
         """Wait for a round after which the other members cut, too, and return that cut; None if
-        there is nothing to wait for, or none came soon."""
+        there is nothing to wait for, or none came soon. A member that takes the state over has lost
+        rounds already: it does not wait for one more."""
         members = self._peer.context.views.newest.serving(self._client.stage)
-        if not self._is_exact or self._is_common() or len(members) == 1:
+        waits = self._peer.snapshots.is_asked_by_newcomers(self._state_name)
+        if not (self._is_exact and waits) or self._is_common() or len(members) == 1:
             return None
         common = self._common = _CommonCut()
         until_s = self._peer.context.now() + COMMON_S

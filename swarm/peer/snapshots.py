@@ -273,6 +273,11 @@ class Snapshots:
         """The numbers of peers that wait for a snapshot in the making, by stream."""
         return {name: len(askers) for name, askers in self._askers.items()}
 
+    def is_asked_by_newcomers(self, name: str) -> bool:
+        """Return whether a snapshot in the making is not for members alone."""
+        newest = self._context.views.newest
+        return not all(newest.lists(asker) for asker in self._askers.get(name, ()))
+
     @property
     def downloading(self) -> tuple[str, ...]:
         """The streams whose snapshots this peer downloads."""

@@ -345,6 +345,15 @@ async def test_as_many_as_ask_meanwhile_are_remembered_up_to_a_bound(world):
 
 
 @in_a_world
+async def test_it_is_known_whether_a_snapshot_in_the_making_is_for_members_alone(world):
+    host = world.peer("a").serve(snapshot(), build_s=3.0)
+    host.snapshots.receive("b", StateQuery(NAME))
+    assert not host.snapshots.is_asked_by_newcomers(NAME)
+    host.snapshots.receive("joiner", StateQuery(NAME))
+    assert host.snapshots.is_asked_by_newcomers(NAME)
+
+
+@in_a_world
 async def test_a_peer_that_withdraws_serves_no_peer_until_it_serves_again(world):
     host = world.peer("a").serve(snapshot())
     host.snapshots.withdraw()
