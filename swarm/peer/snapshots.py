@@ -273,6 +273,11 @@ class Snapshots:
         """The numbers of peers that wait for a snapshot in the making, by stream."""
         return {name: len(askers) for name, askers in self._askers.items()}
 
+    def versions(self, name: str) -> Sequence[StateVersion]:
+        """Return what is served of a state, the newest last, with its readers."""
+        served = self._states.by_name.get(name)
+        return () if served is None else tuple(served.versions.kept)
+
     def is_asked_by_newcomers(self, name: str) -> bool:
         """Return whether a snapshot in the making is not for members alone."""
         newest = self._context.views.newest

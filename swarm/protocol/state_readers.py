@@ -14,6 +14,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import StateOffer
 
 MAX_VERSIONS = 2  # read at once; a third newcomer gets the newer one
+MAX_READERS = 64  # of one version, for whom it is kept; more may read it while it is there
 READS_S = 30.0  # without a request, after which a reader is forgotten
 # A version is given to a newcomer while the rounds after it have no more than this part, 1 in so
 # many, of its bytes: the newcomer has to fetch these, too.
@@ -98,7 +99,8 @@ class StateVersions:
         all_read = len(self.kept) == MAX_VERSIONS and all(each.readers for each in self.kept)
         if not (self.is_near(newest) and is_fresh(newest)) and not all_read:
             return None
-        newest.readers[asker] = StateReader(now_s, now_s)
+        if len(newest.readers) < MAX_READERS:
+            newest.readers[asker] = StateReader(now_s, now_s)
         return newest
 
     def is_near(self, version: StateVersion) -> bool:

@@ -10,7 +10,7 @@ from worlds.waiting import now
 from farflock.swarm.messages import Probe, StateQuery
 from farflock.swarm.peer import snapshots
 from farflock.swarm.peer.snapshots import KEEP_ROUNDS
-from farflock.swarm.protocol.state_readers import READS_S
+from farflock.swarm.protocol.state_readers import MAX_READERS, READS_S
 from farflock.swarm.sim.network import LinkModel
 
 RATE = 20_000.0
@@ -55,6 +55,10 @@ class Member:
         self.peer.context.floor = (self.number + 1,)
         if self.rounds is not None:
             self.rounds.newest = self.number
+
+    @property
+    def versions(self):
+        return self.peer.snapshots.versions(NAME)
 
     @property
     def served_bytes(self):
@@ -178,6 +182,20 @@ async def test_a_reader_that_is_silent_for_half_a_minute_is_forgotten(world):
     receive("reader", StateQuery(NAME))
     await asyncio.sleep(1.0)
     assert host.peer.built == 2
+
+
+@in_a_world
+async def test_strangers_that_only_ask_are_remembered_up_to_a_bound_and_not_for_long(world):
+    host = Member(world, "a", Rounds())
+    host.peer.snapshots.receive("first", StateQuery(NAME))
+    await asyncio.sleep(1.0)
+    for number in range(MAX_READERS + 50):
+        host.peer.snapshots.receive(f"stranger {number}", StateQuery(NAME))
+    (version,) = host.versions
+    assert len(version.readers) == MAX_READERS
+    await asyncio.sleep(READS_S)
+    assert host.peer.context.readers.wanted("outer") is None
+    assert not version.readers
 
 
 @in_a_world
