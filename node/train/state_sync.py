@@ -267,7 +267,7 @@ class StateSync:
             return
 
         async def tell() -> None:
-            await asyncio.sleep(0.0 if self._is_exact else STALL_S)
+            await asyncio.sleep(STALL_S)
             self._peer.absences.leave(self.next_rounds.items())
 
         telling = asyncio.create_task(tell())
