@@ -194,7 +194,7 @@ async def test_a_newcomer_that_misses_more_rounds_than_a_log_keeps_reads_no_seco
     assert village.heard[3] == sorted(village.heard[3])
     assert max(heights) > LOG_ROUNDS
     await until(lambda: village.together(range(4)), 60.0, "rounds with all four")
-    await asyncio.sleep(2 * READS_S)
+    await asyncio.sleep(1.3 * READS_S)
     await cancel(looking)
     assert {len(log) for log in logs} == {LOG_ROUNDS}, "no more are kept once nobody reads"
 
