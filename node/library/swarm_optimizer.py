@@ -186,7 +186,8 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         """
         overflowed = take_scale(self)
         with kept(self, closure) as closure:
-            if overflowed:  # the step counts, and changes nothing
+            # A step that overflowed counts, and changes nothing; a closure makes its own gradients.
+            if overflowed or closure is not None:
                 super().zero_grad()
             return self._ranks.step(partial(self._step, overflowed), closure)
 
@@ -194,8 +195,6 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         life, loop = self._life, self._here.loop
         self._evaluated.require_own()
         self._watch.check()
-        if closure is not None:  # those that are there now are of the step before
-            self._inner.zero_grad()
         self._held.add()
         if self._jumps.answer(self._here, not self._own.made, life.call, self._news.waiting):
             self._inner.zero_grad()
