@@ -107,7 +107,9 @@ class DirectoryBeside:
         """Open the directory again when it has died or fallen silent, or could not be opened."""
         while True:
             await asyncio.sleep(WATCH_S)
-            if (inner := self._inner) is not None and (why := await inner.trouble()):
+            inner = self._inner
+            why = "" if inner is None else await inner.trouble()
+            if why and inner is self._inner:  # another one may have been opened meanwhile
                 log.warning("the node goes on without the directory, and opens it again: %s", why)
                 self.failure = why
             if self._task is not None and self._task.done() and self._is_due():

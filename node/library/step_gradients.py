@@ -89,6 +89,9 @@ class Held:
 
         def called() -> Any:  # noqa: ANN401 - torch's
             self.note(method)
+            # a closure that zeroes no gradients would count them twice
+            none = {name: torch.zeros_like(x) for name, x in self.gradients.items()}
+            set_gradients(self._replica, none)
             returned = closure()
             self.add()
             return returned

@@ -145,7 +145,7 @@ async def _join(
 ) -> Path:
     identity, run = identity_of(machine.folder), invite.run
     remembered, saved = AddressCache(machine.folder).read(run), last_of(machine.folder, run)
-    invite = _widened(invite, remembered)
+    invite = widened(invite, remembered)
     async with network(machine, identity, run, invite.members) as (world, links):
         known = await learn_run(world, invite, learn_timeout_s)
         manifest = known.manifest
@@ -179,10 +179,10 @@ async def _join(
                 return await node.train(on_start)
 
 
-def _widened(invite: Invite, remembered: Invite | None) -> Invite:
-    """Return the invite, with the members that this node has known."""
+def widened(invite: Invite, remembered: Invite | None) -> Invite:
+    """Return the invite, with the addresses of members that this node has known."""
     members = (*invite.members, *(remembered.members if remembered else ()))
-    distinct = {member.peer: member for member in reversed(members)}
+    distinct = {(member.peer, member.host): member for member in reversed(members)}
     return replace(invite, members=tuple(reversed(distinct.values())))
 
 

@@ -5,6 +5,7 @@ swarm/addresses.py decides what comes of it.
 
 import contextlib
 import ipaddress
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def advertised(texts: Sequence[str], place: str) -> tuple[LinkAddress, ...]:
     found = []
     for text in texts:
         host, _, port = text.rpartition(":")
-        if not (host and port.isascii() and port.isdigit() and 0 < int(port[:6]) <= MAX_PORT):
+        if not (host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) <= MAX_PORT):
             why = f"{text[:64]!r} is not an address and a port"
             raise Usage(place, why, "write both, as in 203.0.113.7:4002 or [2001:db8::7]:4002")
         known = [each for each in _numbers(host) if scope_of(each) > AddressScope.NOWHERE]

@@ -264,6 +264,7 @@ class StateDownload:
             await self.context.compute(partial(kept.keep_only, {what[0] for what in places.of}))
         room = await self.context.compute(partial(self.wanted.room, size_bytes))
         self.here_bytes, self.total_bytes, self.begun_bytes = 0, size_bytes, 0
+        self._first = None  # the time without holders is none of the line
         if not await self._land_all(source, places, room):
             return None
         return tuple(room[at] for at in places.all)

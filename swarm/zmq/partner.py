@@ -6,6 +6,7 @@ answers on the same connection.
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -186,9 +187,13 @@ class Dial:
         """Return whether the time for this pair of endpoints has passed without a connection."""
         return self.down_s is not None and now_s >= self._next_s
 
-    def next(self, now_s: float) -> None:
-        """Try the next pair of endpoints."""
-        old, self._index = self._pairs[self._index], (self._index + 1) % len(self._pairs)
+    def next(self, now_s: float, is_allowed: Callable[[str], bool]) -> None:
+        """Try the next pair of endpoints whose control endpoint is allowed; the same again if no
+        other is."""
+        old, count = self._pairs[self._index], len(self._pairs)
+        ahead = [(self._index + step) % count for step in range(1, count)]
+        allowed = (number for number in ahead if is_allowed(self._pairs[number][CONTROL]))
+        self._index = next(allowed, self._index)
         self._tries = min(self._tries + 1, 10)
         self._next_s = now_s + min(DIAL_S * 1.5**self._tries, MAX_DIAL_S)
         for port in self.ports:
@@ -203,10 +208,12 @@ class Dial:
 
 @dataclass(slots=True)
 class Looks:
-    """Times of the next question and the next answer about addresses (swarm/zmq/witness.py)."""
+    """Times of the next question and the next answer about addresses (swarm/zmq/witness.py), and
+    whether this peer waits for an answer."""
 
     ask_s: float = 0.0
     answer_s: float = 0.0
+    waits: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -216,7 +223,7 @@ class Partner:
     peer: PeerId
     outbox: Outbox
     wanted_s: float = -math.inf  # when this node last asked for it
-    tried_s: float = -math.inf  # when it was last dialled
+    tried_s: float = -math.inf  # when it was last dialled where others are looked for too
     record: Record | None = None
     routes: tuple[list[Route], list[Route]] = field(default_factory=lambda: ([], []))
     dial: Dial | None = None

@@ -160,8 +160,8 @@ class Upkeep:
         if sum(other.dial is not None for other in self._table.partners.values()) >= MAX_DIALS:
             self._table.counters["too many dials"] += 1
             return
-        partner.tried_s = now_s
         partner.dial = self._sockets.dial(partner.record, now_s, first)
+        self._take_turn(partner, partner.dial, now_s)
 
     def _tend_own(self, partner: Partner, dial: Dial, now_s: float) -> None:
         """Go on with a dial. One whose address is that of others too, or whose peer may be gone,
@@ -171,21 +171,31 @@ class Upkeep:
         elif dial.is_over(now_s):
             self._rests.failed(dial.endpoint, now_s)
             if self._is_alone(partner, dial.endpoint, now_s):
-                dial.next(now_s)
+                dial.next(now_s, lambda endpoint: self._may_dial(partner, endpoint, now_s))
+                self._take_turn(partner, dial, now_s)
             else:
                 partner.hang_up(now_s)
 
     def _first(self, partner: Partner, pairs: list[tuple[str, str]], now_s: float) -> int | None:
         """Return the number of the endpoints to dial first; None while all of them rest, or are for
         others to try."""
-        for number, (endpoint, _) in enumerate(pairs):
-            if self._is_alone(partner, endpoint, now_s):
-                return number
-            rivals = self._rivals(partner, endpoint, now_s)
-            is_free = self._rests.is_due(endpoint, now_s) and not any(each.dial for each in rivals)
-            if is_free and all(partner.tried_s <= each.tried_s for each in rivals):
-                return number
-        return None
+        allowed = (n for n, (each, _) in enumerate(pairs) if self._may_dial(partner, each, now_s))
+        return next(allowed, None)
+
+    def _may_dial(self, partner: Partner, endpoint: str, now_s: float) -> bool:
+        """Return whether an address is this partner's alone, or has rested and is not for others to
+        try."""
+        if self._is_alone(partner, endpoint, now_s):
+            return True
+        rivals = self._rivals(partner, endpoint, now_s)
+        is_free = not any(each.dial and each.dial.endpoint == endpoint for each in rivals)
+        is_turn = all(partner.tried_s <= each.tried_s for each in rivals)
+        return is_free and is_turn and self._rests.is_due(endpoint, now_s)
+
+    def _take_turn(self, partner: Partner, dial: Dial, now_s: float) -> None:
+        """Note that a dial has begun at an address of others too: they are next."""
+        if not self._is_alone(partner, dial.endpoint, now_s):
+            partner.tried_s = now_s
 
     def _is_alone(self, partner: Partner, endpoint: str, now_s: float) -> bool:
         """Return whether an address is that of this partner alone, which was heard of lately."""

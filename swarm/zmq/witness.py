@@ -71,7 +71,7 @@ class Witness:
         """Ask a connected partner, if it is time."""
         route = partner.best(CONTROL)
         if self.ports and route is not None and now_s >= partner.looks.ask_s:
-            partner.looks.ask_s = now_s + ASK_EVERY_S
+            partner.looks.ask_s, partner.looks.waits = now_s + ASK_EVERY_S, True
             route.write(OBSERVE + _PORTS.pack(*self.ports))
 
     def answer(self, partner: Partner, route: Route, body: memoryview, now_s: float) -> None:
@@ -93,19 +93,25 @@ class Witness:
             self._sockets.probe(probe, partner.peer, record.curve)
 
     def hear(self, partner: Partner, route: Route, body: memoryview) -> None:
-        """Take a partner's answer: it counts if the partner is of another network."""
+        """Take a partner's answer, one for each question: it counts if the partner is of another
+        network."""
+        waits, partner.looks.waits = partner.looks.waits, False
+        if not waits:
+            self._table.counters["answer that nobody has asked for"] += 1
+            return
         try:
-            host = str(ipaddress.ip_address(bytes(body[: -_PORTS.size])))
+            host = str(numeric(str(ipaddress.ip_address(bytes(body[: -_PORTS.size])))))
             address = LinkAddress(host, *_PORTS.unpack(body[-_PORTS.size :]))
         except (ValueError, struct.error):
             self._table.counters["answer about an address"] += 1
             return
-        if scope_of(host) < WORTH or 0 in (address.control, address.bulk):
+        if scope_of(host) < WORTH:
             return
         dial = partner.dial
         theirs = dial.address.host if route.address is None and dial is not None else route.seen
         known = address in self.own  # by this partner's own dial, whatever is between the two
-        if is_elsewhere(theirs, host) and (known or scope_of(theirs) >= WORTH):
+        likely = (address.control, address.bulk) == self.ports and scope_of(theirs) >= WORTH
+        if is_elsewhere(theirs, host) and (known or likely):
             self.confirmed(address, partner.peer)
 
     def tick(self, now_s: float) -> None:

@@ -196,3 +196,23 @@ def test_closing_it_closes_what_is_open():
         assert opening.opened[0].closed == 1
 
     beside(main)
+
+
+def test_trouble_of_one_that_was_replaced_meanwhile_does_not_close_the_new_one():
+    async def main(opening, directory):
+        await directory.begin()
+        first = opening.opened[0]
+
+        async def slow_trouble():
+            await asyncio.sleep(4.0)
+            return "it has not answered"
+
+        first.trouble = slow_trouble
+        await asyncio.sleep(WATCH_S + 1.0)  # the watch has asked the first one
+        first.alive = False
+        assert await directory.announce("run", b"mine")
+        await asyncio.sleep(2 * WATCH_S)
+        assert (len(opening.opened), opening.opened[-1].closed) == (2, 0)
+        assert directory.trouble() == ""
+
+    beside(main)

@@ -1,8 +1,10 @@
-"""Complex, double and unused parameters, and programs with a default device of their own."""
+"""Complex, double and unused parameters, programs with a default device of their own, and closures
+that zero no gradients."""
 
 import contextlib
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from worlds.virtual_optimizer import train_together
 
 import farflock
 from farflock.node.library.own_defaults import own_defaults
-from farflock.node.model.replica import flat_range
+from farflock.node.library.step_gradients import Held
+from farflock.node.model.replica import PlainReplica, flat_range
 from farflock.optimizers.catalog import METHODS
 
 torch.set_num_threads(1)
@@ -255,3 +258,20 @@ def test_parameters_in_another_order_train_to_the_same_bits_and_keep_their_strid
         trained.append([x.detach() for x in model.parameters()])
         optimizer.close(patient=False)
     assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_what_is_held_is_added_once_to_the_gradients_of_a_closure(zeroes):
+    model = nn.Linear(2, 1, bias=False)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = Held(PlainReplica(model, inner, None))
+    model.weight.grad = torch.full((1, 2), 5.0)  # of a round that failed
+
+    def closure():
+        if zeroes:
+            inner.zero_grad()
+        model(torch.ones(2)).sum().backward()
+
+    held.apart_from(closure, SimpleNamespace(keeps_gradients=True))()
+    assert model.weight.grad.tolist() == [[6.0, 6.0]]
+    assert held.gradients == {}

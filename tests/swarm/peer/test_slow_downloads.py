@@ -359,6 +359,24 @@ async def test_what_one_member_says_of_rounds_keeps_nobody_away(world):
 
 
 @in_a_world
+async def test_a_line_that_breaks_in_its_first_seconds_is_measured_once_it_is_back(world):
+    slow(world)
+    world.peer("a").serve(STATE, traffic=busy(120_000))
+
+    async def interrupt():
+        await asyncio.sleep(3.0)
+        world.network.cut("joiner", "a")
+        await asyncio.sleep(0.8 * BREAK_S)
+        world.network.heal()
+
+    world.spawn(interrupt())
+    fetching = asyncio.create_task(world.joiner.fetch(None, keep=True))
+    await asyncio.sleep(0.8 * BREAK_S + MEASURED_S + 3 * SOON_S)
+    assert world.joiner.snapshots.coming.rounds_share == pytest.approx(0.3, rel=0.15)
+    assert await fetching == STATE
+
+
+@in_a_world
 async def test_a_newcomer_with_a_limit_of_time_is_told_the_same_before_that(world):
     slow(world)
     world.peer("a").serve(STATE, traffic=busy(2_000_000))

@@ -1,6 +1,7 @@
 """A peer hears at which address others have dialled its key; a lie that cannot be is refused."""
 
 import asyncio
+import struct
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ class Told:
         self.witness.own, self.witness.ports = (OWN,), (4002, 4003)
         self.witness.confirmed = lambda address, by: self.found.append((address, by))
         self.partner = Partner("peer", Outbox(Pool()))
+        self.partner.looks.waits = True
 
     def hear(self, address, seen):
         route = Route(None, b"route", 0, "peer", "", seen)
@@ -53,6 +55,7 @@ class Told:
         (replace(NEW, host="10.0.0.5"), "192.0.2.1", False),
         (replace(NEW, host="127.0.0.1"), "192.0.2.1", False),
         (replace(NEW, bulk=0), "192.0.2.1", False),
+        (replace(NEW, control=22), "192.0.2.1", False),  # where this peer does not listen
         (replace(NEW, host="2001:db8::1"), "192.0.2.1", True),
     ],
 )
@@ -60,6 +63,28 @@ def test_only_another_network_confirms_and_only_what_it_can_know(address, seen, 
     told = Told()
     told.hear(address, seen)
     assert told.found == ([(address, "peer")] if counts else [])
+
+
+def test_an_address_is_confirmed_once_for_each_question():
+    told = Told()
+    told.hear(NEW, "192.0.2.1")
+    told.hear(OWN, "192.0.2.1")
+    assert told.found == [(NEW, "peer")]
+    route = Route(None, b"route", 0, "peer", "")
+    route.port = SimpleNamespace(write=lambda to, said: True)
+    told.partner.routes[0].append(route)
+    told.witness.ask(told.partner, 1.0)
+    told.hear(OWN, "192.0.2.1")
+    assert told.found == [(NEW, "peer"), (OWN, "peer")]
+    assert told.table.counters["answer that nobody has asked for"] == 1
+
+
+def test_an_ipv4_address_counts_as_such_in_the_form_of_an_ipv6_one():
+    told = Told()
+    route = Route(None, b"route", 0, "peer", "", "192.0.2.1")
+    mapped = bytes(10) + b"\xff\xff" + bytes([203, 0, 113, 9])
+    told.witness.hear(told.partner, route, memoryview(mapped + struct.pack(">HH", 4002, 4003)))
+    assert told.found == [(OWN, "peer")]
 
 
 @pytest.mark.parametrize("body", [b"", bytes(4), bytes(7), bytes(9), bytes(500)])
