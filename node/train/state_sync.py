@@ -241,7 +241,7 @@ class StateSync:
     async def _catch_up(self) -> bool:
         """Apply the rounds that were decided since the state that was adopted, until this node has
         all: before that, the others would wait for it in each round. Return False if one is known
-        of which nothing comes."""
+        of which nothing comes, or that the members do not have any more."""
         context, place, came_s = self._peer.context, self.next_rounds, self._peer.context.now()
         calm = MEMBER_CALM_LOOKS if context.is_member else CALM_LOOKS
         while self.replay is not None and calm:
@@ -253,7 +253,9 @@ class StateSync:
                 if self._rounds.are_followed():
                     break
                 calm -= 1
-            elif context.now() - came_s >= SILENT_S:
+            elif context.now() - came_s >= SILENT_S or self._peer.rounds.are_lost(
+                self._client.stage
+            ):
                 return False
             await asyncio.sleep(LOOK_S)
         self._rounds.caught_up()

@@ -26,6 +26,9 @@ from farflock.swarm.protocol.log_truncation import LogTruncation
 LOG_ROUNDS = 8  # with all content, for members that were away
 MAX_LOG_BYTES = 128 * 1024 * 1024  # per stream, of that content; the newest round always stays
 MIN_SHELVED_BYTES = 1024 * 1024  # of a round's content; less stays in memory
+# Of the rounds after a state that is read. A tiny state takes longer to ask for than to send, and
+# its rounds come fast.
+MIN_LATER_BYTES = 1024 * 1024
 FILLS = 4  # rounds whose content is fetched at once while a node replays them
 OLD_LOG_ROUNDS = 256  # with the last shards only, for trainers
 OLD_LOG_BYTES = 16 * 1024 * 1024  # per stream: last shards may be large
@@ -282,7 +285,7 @@ class RoundLog:
         if wanted is None:
             return True
         after, most_bytes = wanted
-        return number <= after or size_after(state, after) > most_bytes
+        return number <= after or size_after(state, after) > max(most_bytes, MIN_LATER_BYTES)
 
     def give_up(self, state: StreamState, next_round: int) -> None:
         """Resolve waiting exchanges as lost: no peer can tell their outcome any more."""

@@ -184,6 +184,15 @@ class Rounds:
         """Return the first round that is not wholly here: a branch may begin with it, or later."""
         return max((state.whole + 1 for state in self._streams.values()), default=0)
 
+    def are_lost(self, stage: int | None = None) -> bool:
+        """Return whether a round that `stage` needs next has left most logs."""
+        return any(
+            state.stream.wants == "all"
+            and state.stream.stage == stage
+            and self._catch_up.lost(state)
+            for state in self._streams.values()
+        )
+
     def reach(self, stage: int | None = None) -> int:
         """Return the earliest round from which logs can bring a state of `stage` up to date.
 
