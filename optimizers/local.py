@@ -1,5 +1,6 @@
 """No communication at all: the baseline for every claim of saved bytes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -18,6 +19,14 @@ class Local(ReplicaMethod):
     def streams(self, replica: Replica) -> list[Exchange]:
         """Return no templates: nothing is exchanged."""
         return []
+
+    @property
+    def due_steps(self) -> Mapping[str, tuple[int, int]]:
+        """As `StepSchedule.due_steps`: nothing is ever due."""
+        return {}
+
+    def at_step(self, replica: Replica, step: int) -> None:
+        """As `StepSchedule.at_step`."""
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """Make the inner update."""

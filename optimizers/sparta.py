@@ -14,7 +14,7 @@ round; `partition` draws a place in each run once per sweep and advances it by o
 rounds take each value exactly once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
@@ -175,6 +175,15 @@ class Sparta(ReplicaMethod):
     def streams(self, replica: Replica) -> list[Exchange]:
         """Return one template, of the masked values."""
         return [self._mixing.template(replica)]
+
+    @property
+    def due_steps(self) -> Mapping[str, tuple[int, int]]:
+        """As `StepSchedule.due_steps`."""
+        return {STREAM: (self.period, self.period)}
+
+    def at_step(self, replica: Replica, step: int) -> None:
+        """As `StepSchedule.at_step`."""
+        self._mixing.since = step % self.period
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """Make the inner update."""

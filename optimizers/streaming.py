@@ -162,6 +162,19 @@ class Streaming(OuterMethod):
             for p, names in enumerate(groups)
         ]
 
+    @property
+    def due_steps(self) -> Mapping[str, tuple[int, int]]:
+        """As `StepSchedule.due_steps`."""
+        return {f"{STREAM}{p}": (self._slot(p), self.period) for p in range(self.fragments)}
+
+    def at_step(self, replica: Replica, step: int) -> None:
+        """As `StepSchedule.at_step`: each fragment is sent where its next round is due."""
+        self.begin(replica)
+        books = [fragment.book for fragment in self._fragments]
+        for book in books:
+            book.since = max(self.period - (self._slot(book.number) - step), 0)
+        self._quiet = max(step - self._slot(min(book.number for book in books) - 1), 0)
+
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """Make the inner update; the first one records where the run began."""
         self.begin(replica)

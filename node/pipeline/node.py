@@ -30,18 +30,20 @@ from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer
 from farflock.node.pipeline.lifecycle.reservations import reservations_of
 from farflock.node.pipeline.passes.edges import Edges, edges_of
+from farflock.node.pipeline.server.counting import STREAM as COUNTS
+from farflock.node.pipeline.server.counting import stage_method
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
 from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, first_number
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory, StreamName
 from farflock.node.pipeline.trainer.trainer import Trainer
-from farflock.node.run.composition import steps_of
+from farflock.node.run.counts import count_steps
 from farflock.node.run.policies import lane_of, policy_of, shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.evaluation_watch import EvaluationWatch, go_on
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.catalog import method
-from farflock.optimizers.method import Exchange
+from farflock.optimizers.method import Exchange, RandomGroups
 from farflock.swarm.messages import Load
 from farflock.swarm.peer.call_server import Handler
 from farflock.swarm.peer.peer import OpenWait, Peer
@@ -175,7 +177,8 @@ class PipelineNode:
     def _open_as_onlooker(self, index: int) -> None:
         exchange_client = ExchangeClient(self.peer, self.plan.run_seed, index)
         for number, template in enumerate(self.exchanges.templates(index)):
-            exchange_client.look_on(template, noted=not number)
+            if not isinstance(template.group, RandomGroups):  # pairs decide alone
+                exchange_client.look_on(template, noted=not number)
 
     # status
 
@@ -232,6 +235,12 @@ class PipelineNode:
                 name: sum(each[name] for each in served)
                 for name in ("forward", "backward", "merged", "busy")
             }
+            apart = [each.counting for each in self.servings if each.counting is not None]
+            if apart:
+                counted = sum(each.tokens.counted for each in apart)
+                unmerged = sum(each.tokens.unmerged for each in apart)
+                tokens = self.edges.tokens
+                counts |= {"counted": counted // tokens, "counted only here": unmerged // tokens}
         if self.trainer is not None:
             commits = self.trainer.commits
             counts |= {
@@ -241,9 +250,17 @@ class PipelineNode:
                 "dropped": commits.dropped,
                 "doubled": commits.doubled,
             }
+            if self.is_counted_apart:
+                lost = self.stage_directory.lost_tokens // self.edges.tokens
+                counts |= {"mixed": commits.mixed, "lost with servers": lost}
         if isinstance(self.trainer, Trainer):
             counts |= self.trainer.inputs.counts
         return counts
+
+    @property
+    def is_counted_apart(self) -> bool:
+        """True if counts of their own name the microbatches of this run."""
+        return self._streams[0].name.startswith(COUNTS)
 
     def waits(self) -> list[OpenWait]:
         """Return the peer's open rounds and the trainer's pending calls."""
@@ -261,7 +278,7 @@ class PipelineNode:
             serve.append(Rebalancer(self.peer, balance, needs_bytes, self._load).run())
         if self.pipeline.end_copies:
             names = {index: stream.name for index, stream in self._streams.items()}
-            known = self.means.compute, self.plan, self.pipeline, names
+            known = self.plan, self.pipeline, names
             serve += [
                 EndCopies(self.peer, each.index, each.loop.driver, each.state_sync, *known).run()
                 for each in self.servings
@@ -361,13 +378,18 @@ class PipelineNode:
                 peer, self.stage_directory, stages, source, late, terms.kept, self.means, report
             )
         terms = replace(terms, window=min(terms.window, late))
-        batch = max(steps_of(plan.options) * pipeline.batch_tokens // edges.tokens, 1)
+        made = method(plan.method, **plan.options)
+        steps = count_steps(made, plan.model.layers)
+        batch = max(steps * pipeline.batch_tokens // edges.tokens, 1)
         # a batch that is being agreed on, and what is in flight beside it
         allowance, inputs = (
             Allowance(batch, batch + max(batch, late)),
             stage_inputs(edges, batches),
         )
-        return Trainer(peer, self.stage_directory, policy, source, terms, report, inputs, allowance)
+        given = policy, source, terms, report, inputs, allowance
+        trainer = Trainer(peer, self.stage_directory, *given)
+        trainer.client.returns = made.equality == "per-peer"
+        return trainer
 
 
 def evaluate(node: PipelineNode, every: int, held_out: Callable[[], HeldOut | None]) -> None:
@@ -405,8 +427,7 @@ class StageExchanges:
         if index not in self.made:
             shapes = shapes_of(self._plan.model, self._pipeline.stages[index])
             with torch.device("meta"):
-                stage_method = method(self._plan.method, **self._plan.options)
-                self.made[index] = stage_method.streams(ShapeReplica(shapes))
+                self.made[index] = stage_method(self._plan).streams(ShapeReplica(shapes))
         return self.made[index]
 
     def stream(self, index: int) -> StreamName:

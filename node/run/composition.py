@@ -16,7 +16,6 @@ writes them (node/pipeline/passes/constraint.py).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -28,13 +27,18 @@ from farflock.compression.activation_catalog import (
 )
 from farflock.node.errors import Usage
 from farflock.node.model.llama import ModelConfig
-from farflock.node.model.shapes import ShapeReplica
 from farflock.node.run.basis import largest_rank
 from farflock.node.run.call_sizes import oversize
+from farflock.node.run.counts import (
+    count_steps,
+    has_whole_rounds,
+    is_counted_apart,
+    placeholder_streams,
+)
 from farflock.node.run.split import BadSplit, even, split
 from farflock.node.run.terms import MAX_VISIT, PipelinePlan, RunPlan
 from farflock.optimizers.catalog import SUMMING
-from farflock.optimizers.method import All, Exchange, Method
+from farflock.optimizers.method import Exchange, Method
 from farflock.swarm.paths.policy import Microbatch, PathPolicy
 from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
@@ -97,10 +101,12 @@ class Composition:
     def streams(self) -> list[Exchange]:
         """The method's exchanges for a stage. The tensors here are placeholders: no rule depends
         on their sizes."""
-        names = [
-            f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(self.plan.model.layers)
-        ]
-        return self.method.streams(ShapeReplica(dict.fromkeys(names, (8, 8))))
+        return placeholder_streams(self.method, self.plan.model.layers)
+
+    @property
+    def is_counted_apart(self) -> bool:
+        """True if rounds of their own name the microbatches that count."""
+        return is_counted_apart(self.method, self.streams)
 
 
 def value_bytes(batch: int, seq: int, dim: int) -> int:
@@ -398,19 +404,15 @@ def _end_copies(setup: Composition) -> Breach | None:
 # methods
 
 
-def _one_group(setup: Composition) -> Breach | None:
-    """A microbatch counts once a round of its stage's whole group names it."""
-    streams = setup.streams
-    if not streams:
-        why = f"method {setup.plan.method} exchanges nothing, so no round names a microbatch"
-    elif any(exchange.group != All() for exchange in streams):
-        why = (
-            f"method {setup.plan.method} syncs parts of a group separately, and all servers of a"
-            " stage must agree on which microbatches count"
-        )
-    else:
-        return None
-    return why, "choose ddp, or another method whose rounds include all members, such as diloco"
+def _parts_of_stages(setup: Composition) -> Breach | None:
+    """A method that cuts a model into parts cuts each stage into as many."""
+    for stage, span in enumerate(setup.pipeline.stages):
+        try:
+            placeholder_streams(setup.method, len(span))
+        except ValueError as error:
+            why, _, remedy = str(error).rpartition("; ")
+            return f"of stage {stage}, with its layers {list(span)}: {why}", remedy
+    return None
 
 
 def _rounds_by_steps(setup: Composition) -> Breach | None:
@@ -427,22 +429,18 @@ def _rounds_by_steps(setup: Composition) -> Breach | None:
 
 def _rounds_in_step(setup: Composition) -> Breach | None:
     """Every stage accepts forward passes within a few rounds of the one in which their microbatch
-    set out, so each round must stand for the same number of microbatches, and name them."""
+    set out, so each round that names microbatches must stand for the same number of them. It is one
+    of the method's, or a count before the method merges (decision 038)."""
     streams = setup.streams
-    if streams[0].stride != 1:
-        why, remedy = (
-            f"has {streams[0].stride} streams that take turns, and only one names microbatches",
-            "one fragment, or ",
-        )
-    elif any(exchange.enough for exchange in streams):
-        why, remedy = "ends a round as soon as some members' work is there", ""
-    elif any(exchange.apply_after for exchange in streams):
-        why, remedy = "keeps training while a round is open", "no delay, or "
-    else:
+    if any(exchange.enough for exchange in streams):
+        why = "ends a round as soon as some members' work is there"
+    elif setup.is_counted_apart or has_whole_rounds(streams):
         return None
+    else:
+        why = "merges parts of its work, or late, and has no `due_steps` that say after which steps"
     return (
         f"method {setup.plan.method} {why}, so the stages' rounds would drift apart",
-        f"choose {remedy}ddp or diloco",
+        "choose ddp, diloco or noloco",
     )
 
 
@@ -451,7 +449,7 @@ def _rounds_in_step(setup: Composition) -> Breach | None:
 
 def _kept(setup: Composition) -> Breach | None:
     """A lone trainer must be able to fill a round while the previous one is being agreed upon."""
-    trainer, steps = setup.pipeline.trainer, steps_of(setup.method)
+    trainer, steps = setup.pipeline.trainer, count_steps(setup.method, setup.plan.model.layers)
     needed = min_kept(setup.batch, steps, trainer.window)
     if needed > MAX_KEYS:
         why = f"a round of {steps} steps of {setup.batch} microbatches needs a trainer to keep"
@@ -471,15 +469,6 @@ def min_kept(batch: int, steps: int, window: int) -> int:
     return 2 * batch * steps + window
 
 
-def steps_of(options: Method | Mapping[str, Any]) -> int:
-    """Return the steps between rounds that name microbatches, for a method or its options."""
-    for name in ("mask_period", "period"):
-        found = options.get(name) if isinstance(options, Mapping) else getattr(options, name, None)
-        if isinstance(found, int):
-            return found
-    return 1
-
-
 # asynchronous passes
 
 
@@ -493,8 +482,10 @@ def _versions_in_use(setup: Composition) -> Breach | None:
 
 
 def _shared_versions(setup: Composition) -> Breach | None:
-    """Servers of a stage hold the same versions, so that any of them can replace another."""
-    if setup.pipeline.asynchronous is None or setup.method.equality == "exact":
+    """Servers of a stage hold the same versions, so that any of them can replace another. Between
+    the counts of a method that merges later, each has its own."""
+    shares = setup.method.equality == "exact" and not setup.is_counted_apart
+    if setup.pipeline.asynchronous is None or shares:
         return None
     why = f"with method {setup.plan.method} each member of a stage has its own weights"
     return (
@@ -562,8 +553,8 @@ RULES: Mapping[str, Callable[[Composition], Breach | None]] = {
     "whole batches": _whole_batches,
     "swap of unequal stages": _equal_swaps,
     "end copies": _end_copies,
-    "one group": _one_group,
     "rounds in step": _rounds_in_step,
+    "parts of stages": _parts_of_stages,
     "rounds by steps": _rounds_by_steps,
     "kept microbatches": _kept,
     "versions in use": _versions_in_use,

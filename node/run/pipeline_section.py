@@ -19,8 +19,8 @@ from farflock.node.run.composition import (
     require_split,
     require_untied,
     scope_of,
-    steps_of,
 )
+from farflock.node.run.counts import steps_of
 from farflock.node.run.model_section import ModelSection
 from farflock.node.run.planned_paths import PathTerms, fill_plan, plan_of_texts, require_plan
 from farflock.node.run.policies import NAMES, UnknownPolicy, policy_of

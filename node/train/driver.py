@@ -203,13 +203,14 @@ class Driver:
 
         In a collective, the first stream claims the tokens trained since the last round that
         took this peer's contribution. In a pair, a peer claims its estimate of the whole run's
-        tokens."""
+        tokens, unless this is a stage, where rounds of the whole group count them."""
         key, is_first, notes = exchange.key, self._is_first(exchange.key), b""
         if self.contributions is not None and is_first:
             notes = self.contributions.brought(key.round)
         # only one stream counts tokens, or each step would count once per stream
         own = self._offered[key] = self._own_tokens if is_first else 0
-        tokens = self.tokens if isinstance(exchange.group, RandomGroups) else own
+        estimates = isinstance(exchange.group, RandomGroups) and self.contributions is None
+        tokens = self.tokens if estimates else own
         return Claim(tokens, notes=notes)
 
     def hashed(self, exchange: Exchange, claim: Claim) -> Claim:

@@ -220,7 +220,10 @@ class ExchangeClient:
     ) -> Result:
         """Return an outcome as the method's result; `payloads` are this peer's own shards."""
         coding, notes = self._codings[key.stream], b""
+        listed: Mapping[str, Ranges] = {}
         if coding.noted:
+            if not coding.shapes and any(outcome.taken):
+                listed = microbatch_ids.TAKEN
             outcome, notes = _without_notes(outcome)
         assert outcome.status != "lost", f"{outcome.key} is lost and has no result"
         coding.reducer.settle(outcome.key.round, outcome.reduced)
@@ -245,7 +248,7 @@ class ExchangeClient:
                 if payloads
                 else None
             ),
-            taken=_taken_ranges(coding.out, outcome.taken) if payloads else {},
+            taken=_taken_ranges(coding.out, outcome.taken) if payloads else listed,
             tokens=outcome.tokens,
             notes=notes,
         )
@@ -396,6 +399,8 @@ def layout_of(template: Exchange, run_seed: int) -> ShardLayout:
 
     The codec back counts only where something comes back: the mean of a whole group."""
     shapes = shapes_of(template.tensors)
+    if not shapes:
+        return ShardLayout((), codec(template.codec), run_seed)
     comes_back = template.kind == "mean" and not _group_size(template)
     back = codec(template.return_codec) if comes_back else None
     return ShardLayout.of(shapes, codec(template.codec), run_seed, back)

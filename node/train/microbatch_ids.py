@@ -21,6 +21,8 @@ from farflock.swarm.protocol.gradient_leases import MAX_KEYS, GradientKey
 
 MAX_BYTES = 64 * 1024
 LATE = -1
+# What a round without tensors has taken of a peer, if the agreed list has this peer's microbatches.
+TAKEN = {"microbatches": ((0, 1),)}
 
 _Text = Annotated[str, msgspec.Meta(max_length=128)]
 _Steps = Annotated[

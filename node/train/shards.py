@@ -117,7 +117,7 @@ class ShardLayout:
     @functools.cached_property
     def runs(self) -> list[range]:
         """The shards in runs of small ones that are coded together (compression/floats.py)."""
-        return floats.runs(self.counts)
+        return floats.runs(self.counts) if self.shards else []
 
     @functools.cached_property
     def counts(self) -> list[int]:
@@ -128,9 +128,9 @@ class ShardLayout:
     def max_shard_bytes(self) -> int:
         """The size of the largest correct payload of any shard; longer ones are refused unread."""
         max_bytes_of = functools.cache(self.codec.max_bytes)
-        return max(
-            sum(_LENGTH.size + max_bytes_of(each.count) for each in shard) for shard in self.shards
-        )
+        counts = ([each.count for each in shard] for shard in self.shards)
+        most = (sum(_LENGTH.size + max_bytes_of(count) for count in each) for each in counts)
+        return max(most, default=0)
 
     def max_bytes(self, codec: Codec) -> int:
         """Return the most bytes that the payloads of all shards take together in this codec."""

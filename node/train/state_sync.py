@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -41,9 +41,11 @@ NEXT = "next."  # prefix of a stream's first round that is not in the snapshot
 # Nothing may come to a member for so long: it waits for the end of a partition, where a newcomer
 # ends and is started again.
 MEMBER_SILENT_S = 300.0
+LOOK_EVERY_S = 0.05  # for the count that a state waits for
 MAX_WRONG_STATES = 8  # downloaded one after the other, before a peer gives up
 STATE_COPIES = 8  # of the model in fp32: methods keep one to four, with moments and anchors
 HEAD_BYTES = 1024 * 1024  # names, shapes and counters
+WhatLeaves = TypeVar("WhatLeaves")
 UNKNOWN = b""  # hash of a state that is not written yet
 # Members cut an exact state after the same rounds, each of which ends so many, so that a newcomer
 # reads the same chunks from all of them; or where they are, if none comes so soon.
@@ -127,6 +129,8 @@ class StateSync:
         self.replay: Callable[[], Awaitable[object]] | None = None
         self._rounds = KeptRounds(peer.rounds.streams, client.stage)
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
+        self.may_leave: Callable[[], bool] | None = None  # None: always; asked in the worker
+        self._readers = 0  # that wait until it may
 
     def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
         """Open all streams of the method after these rounds, and serve this node's state to
@@ -324,7 +328,7 @@ class StateSync:
         that the state and its rounds match, and written beside it."""
         async with self.spool.turn:
             common = await self._common_cut()
-            cut, made = await self._compute(self.cut) if common is None else common
+            cut, made = await self.leaving(self.cut) if common is None else common
             with self._driver.cuts.added(cut):
                 write = partial(_written, cut, made, self.spool.storage)
                 return await self.spool.compute(write)
@@ -355,6 +359,29 @@ class StateSync:
         common = self._common
         if common is not None and common.made is None and self._is_common():
             common.made = self.cut()
+
+    async def leaving(self, read: Callable[[], WhatLeaves]) -> WhatLeaves:
+        """Return what `read` finds, in the worker, of a state that may leave."""
+        found: list[WhatLeaves] = []
+
+        def look() -> bool:
+            found.extend([read()] if self.may_leave is None or self.may_leave() else ())
+            return bool(found)
+
+        self._readers += 1
+        try:
+            while not await self._compute(look):  # noqa: ASYNC110 - steps and rounds set no event
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:
+            self._readers -= 1
+        return found[0]
+
+    async def let_leave(self) -> None:
+        """Before a step that would make them wait again, let all go first who wait for a state that
+        may leave."""
+        may = self.may_leave or (lambda: False)
+        while self._readers and may():  # noqa: ASYNC110 - they look now and then
+            await asyncio.sleep(LOOK_EVERY_S / 5)
 
     def cut(self) -> tuple[Cut, Snapshot]:
         """Return a cut of the current state, which the driver keeps as it is, and its snapshot

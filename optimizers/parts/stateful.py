@@ -3,8 +3,9 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 from farflock.optimizers.method import (
     All,
@@ -42,6 +43,35 @@ class LiveState(NamedTuple):
     shared: State
     own: State
     model: Tensors
+
+
+@runtime_checkable
+class ShowsState(Protocol):
+    """A method that shows its state as it is stored."""
+
+    def live(self, replica: Replica) -> LiveState:
+        """Return the state without copies of large tensors."""
+        ...
+
+    def evaluated(self, replica: Replica) -> Tensors:
+        """Return the parameters to evaluate and export, as they are stored."""
+        ...
+
+
+@runtime_checkable
+class StepSchedule(Protocol):
+    """A method whose rounds are due after fixed numbers of local steps."""
+
+    @property
+    def due_steps(self) -> Mapping[str, tuple[int, int]]:
+        """The local step of the run after which each stream's first round is due, and the steps
+        from one round to the next."""
+        ...
+
+    def at_step(self, replica: Replica, step: int) -> None:
+        """Take up the schedule of the others, who have made `step` local steps of the run. A
+        pending message stays."""
+        ...
 
 
 class StatefulMethod(ABC):
@@ -212,6 +242,16 @@ class PeriodicMethod(OuterMethod):
         replica.inner_step()
         self._book.since += 1
 
+    @property
+    def due_steps(self) -> Mapping[str, tuple[int, int]]:
+        """As `StepSchedule.due_steps`."""
+        return {self.stream: (self.period, self.period)}
+
+    def at_step(self, replica: Replica, step: int) -> None:
+        """As `StepSchedule.at_step`."""
+        self.begin(replica)
+        self._book.since = step % self.period
+
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """Request the exchange `period` local steps after the last, unless its result is
         pending."""
@@ -233,7 +273,7 @@ class PeriodicMethod(OuterMethod):
 
 def live_state(method: Method, replica: Replica) -> LiveState:
     """Return a method's state without copies, if it is one of the catalog's."""
-    if isinstance(method, StatefulMethod):
+    if isinstance(method, ShowsState):
         return method.live(replica)
     shared, own = method.snapshot(replica), method.personal(replica)
     return LiveState(shared, own, method.eval_params(replica))
@@ -241,7 +281,7 @@ def live_state(method: Method, replica: Replica) -> LiveState:
 
 def evaluated_weights(method: Method, replica: Replica) -> Tensors:
     """Return the parameters to evaluate, without copies if the method is one of the catalog's."""
-    if isinstance(method, StatefulMethod):
+    if isinstance(method, ShowsState):
         return method.evaluated(replica)
     return method.eval_params(replica)
 

@@ -64,7 +64,7 @@ class Pairing:
     def open(self, stream: Stream, after_round: int = -1) -> None:
         """Begin a stream of pairs; its first round is the one after `after_round`."""
         self._streams[stream.name] = stream
-        self._rounds[stream.name] = after_round + 1
+        self._rounds[stream.name] = stream.cadence.since(after_round + 1)
         self._seen[stream.name] = after_round
         self._abandoned.discard(stream.name)
 
@@ -74,7 +74,7 @@ class Pairing:
         after a change of chain."""
         if name not in self._streams or name in self._abandoned:
             return -1
-        return max(self._rounds[name], self._seen[name]) - 1
+        return self._streams[name].cadence.upto(max(self._rounds[name], self._seen[name]) - 1)
 
     def abandon(self) -> tuple[str, ...]:
         """End all exchanges after a change of chain; return the names of the streams to reopen."""
@@ -93,11 +93,11 @@ class Pairing:
         for place, early in of_stream:
             if early.offer.key < key:
                 del self._early[place]
-        view = self._context.views.at(key.round) or self._context.views.newest
+        view = self._context.views.at(key.round, stream.stage) or self._context.views.newest
         partner, leader = self._partner(view, stream, key)
-        if partner is None or self._context.views.blocked(key.round):
+        if partner is None or self._context.views.blocked(key.round, stream.stage):
             return self._outcome(stream, offer, None)
-        self._context.touch(None, key.round)
+        self._context.touch(stream.stage, key.round)
         offer = Offer(
             key, view.hash, offer.digests, offer.sizes, offer.weight, offer.tokens, offer.state
         )
@@ -111,7 +111,7 @@ class Pairing:
                 pair.lost(self._context.now())
                 self._flush(pair)
                 self._context.store.release(work_pin(key))
-                self._rounds[name] = key.round + 1
+                self._rounds[name] = stream.cadence.since(key.round + 1)
             del self._current[name]
             self._done[key] = pair
             while len(self._done) > DONE_KEPT:
@@ -149,9 +149,10 @@ class Pairing:
 
     def _partner(self, view: View, stream: Stream, key: Key) -> tuple[PeerId | None, bool]:
         """Return (this round's partner, True if we lead); None if there is none or it is gone."""
-        if self._context.my_index(view) is None:
+        peers = [view.peers[index] for index in view.serving(stream.stage)]
+        if self._context.my_index(view) is None or self._context.me not in peers:
             return None, False
-        group = group_of(self._context.me, view.peers, 2, self._context.seed, view.hash, key)
+        group = group_of(self._context.me, peers, 2, self._context.seed, view.hash, key)
         partner = next((peer for peer in group if peer != self._context.me), None)
         if partner is None or self._is_missing(view, partner, key):
             return None, False
@@ -234,7 +235,7 @@ class Pairing:
 
     def _outcome(self, stream: Stream, offer: Offer, pair: Pair | None) -> RoundOutcome:
         """Return the outcome, with both payloads, ours or none, and release the chunks."""
-        next_round = max(offer.key.round + 1, self._seen[stream.name])
+        next_round = stream.cadence.since(max(offer.key.round + 1, self._seen[stream.name]))
         self._rounds[stream.name] = next_round
         verdict = "alone" if pair is None else pair.verdict
         offers = {self._context.me: offer}
@@ -302,8 +303,9 @@ class Pairing:
 
     def _is_member(self, sender: PeerId, incarnation: int, offer: Offer) -> bool:
         """True if the sender is a member, in this life, of the view that the round belongs to."""
-        view = self._context.views.by_hash(offer.view)
-        known = view is not None and view is self._context.views.at(offer.key.round)
+        view, stage = self._context.views.by_hash(offer.view), self._streams[offer.key.stream].stage
+        known = view is not None and view is self._context.views.at(offer.key.round, stage)
         if not known:
             self._context.counters["stale view"] += 1
-        return known and view is not None and view.index(sender, incarnation) is not None
+        index = view.index(sender, incarnation) if known and view is not None else None
+        return view is not None and index is not None and index in view.serving(stage)

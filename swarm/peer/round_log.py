@@ -52,6 +52,11 @@ class LoggedRound:
     reminders: Reminders = field(default_factory=Reminders)
     twins: tuple[PeerId, ...] = ()  # members that offered the same bytes as this one
 
+    @property
+    def weights(self) -> dict[PeerId, float]:
+        """The weights of the contributions that were taken."""
+        return {self.group[member]: weight for member, weight in self.close.members}
+
 
 @dataclass(frozen=True, slots=True)
 class OpenOffer:

@@ -111,6 +111,33 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("noloco", {"period": 4}), ("streaming", {"period": 4, "fragments": 1, "overlap": 1})],
+)
+def test_where_a_count_goes_before_each_merge_a_killed_server_costs_no_other_node(
+    run, method, options
+):
+    founder = run.found(described(4, FOREVER, stages=2, method=method, options=options))
+    run.servers(2, first=2)
+    founder.reaches(lambda status: status["tokens"] >= 10 * STEP)
+    run.serving(1)[-1].kill()
+    left = founder.reaches(lambda status: len(status["members"]) == len(run.alive()))
+    newcomer = run.join("newcomer")
+    newcomer.comes_in()
+    newcomer.reaches(lambda status: sum(status["rounds"].values()) >= 20)
+    work = founder.reaches(lambda status: status["tokens"] >= left["tokens"] + 20 * STEP)["work"]
+    assert work["lost with servers"] < 10 * BATCH, "a life of a server has a few, until it merges"
+    for node in reversed(run.alive()):
+        node.leaves()
+    work = founder.status()["work"]
+    assert (work["doubled"], work["in doubt"]) == (0, 0)
+    assert fallen(founder) > 0.5
+    streams = {event["stream"] for event in newcomer.events("round")}
+    assert len(streams) == 2, "it counted and merged"
+
+
+@pytest.mark.long
 def test_where_servers_have_hardly_any_room_no_node_waits_for_ever(run):
     """E11: servers that hold some of their room while they wait for others' stop each other."""
     manifest = described(4, 15, stages=2, places=1, queue=1, window=24)

@@ -31,7 +31,7 @@ MODEL = {
 FOREVER = 1_000_000  # steps
 
 
-def described(peers, steps, stages=3, **terms):
+def described(peers, steps, stages=3, method="ddp", options=None, **terms):
     return resolve(
         {
             "run": {"name": "pipeline", "seed": 1, "total_tokens": steps * STEP},
@@ -45,7 +45,7 @@ def described(peers, steps, stages=3, **terms):
                 "joiner_steps": 0,  # DDP sets the rate by the run's tokens; the unsplit model too
             },
             "pipeline": {"stages": stages, "batch": BATCH} | terms,
-            "method": {"name": "ddp", "options": {}},
+            "method": {"name": method, "options": options or {}},
             "exchange": {"view_s": 1.0, "start_peers": peers},
             "evaluation": {"sequences": 32},
         }

@@ -24,6 +24,7 @@ from farflock.node.pipeline.passes.constraint import (
 from farflock.node.pipeline.passes.edges import Edges, basis_of
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP
+from farflock.node.pipeline.server.counting import Counting, stage_method
 from farflock.node.pipeline.server.server import Pass, StageServer
 from farflock.node.pipeline.server.task import BatchTrigger, StageTask, gated
 from farflock.node.reporting import Report
@@ -32,7 +33,7 @@ from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.state_sync import Spool, StateSync
 from farflock.node.train.task import Train
-from farflock.optimizers.catalog import SUMMING, method
+from farflock.optimizers.catalog import SUMMING
 from farflock.optimizers.method import Exchange
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.optimizers.parts.stateful import evaluated_weights
@@ -71,6 +72,11 @@ class StageNode:
     server: StageServer
     batch: BatchTrigger
 
+    @property
+    def counting(self) -> Counting | None:
+        """The stage's method, if counts of their own name its microbatches."""
+        return found if isinstance(found := self.loop.driver.method, Counting) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
@@ -88,7 +94,7 @@ class Assembly:
         """Assemble a stage's server; `first` is an exchange of its stream with microbatch ids."""
         plan, peer, means, stream = self.plan, self.peer, self.means, first.key.stream
         stage, replica, inner = self._stage_and_replica(index)
-        driver = Driver(method(plan.method, **plan.options), replica)
+        driver = Driver(stage_method(plan), replica)
         staleness = self.pipeline.server.staleness * first.stride
         summing, pipeline = plan.method in SUMMING, self.pipeline
         share = shares_of(pipeline.policy, pipeline.layers, pipeline.paths)[index]
@@ -101,6 +107,9 @@ class Assembly:
 
         def stopping() -> bool:
             return core.loop.stop.requested
+
+        async def before_step() -> None:
+            await core.state_sync.let_leave()
 
         def report_delay(fields: dict[str, object]) -> None:
             means.report("delay", {"stage": index, **fields})
@@ -126,11 +135,13 @@ class Assembly:
         task.rate_factor = lambda: LR_BUMP if "bumped" in marks() else 1.0
         tokens, name = int(pipeline.batch_tokens * share), f"{stream}/{index}"
         batch = BatchTrigger(accounts, peer.rounds, peer.tallies, name, index, tokens, stopping)
-        report, train = self._report_of(index), gated(batch, means.train)
+        report, train = self._report_of(index), gated(batch, means.train, before_step)
         core = Core.over(
             peer, driver, task, means.compute, train, report, stage=index, spool=means.spool
         )
         core.loop.adopt = _over
+        if isinstance(counting := driver.method, Counting) and counting.shares_replica:
+            core.state_sync.may_leave = lambda: counting.is_counted
         return StageNode(index, peer, stage.model, core.state_sync, core.loop, task, server, batch)
 
     def _report_of(self, index: int) -> Report:

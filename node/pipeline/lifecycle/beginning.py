@@ -26,9 +26,10 @@ from farflock.node.pipeline.server.weight_versions import ORIGIN, origin_of
 from farflock.node.reporting import Report
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
-from farflock.optimizers.method import Exchange, ExchangeKey, Result, Tensors
+from farflock.optimizers.method import Exchange, ExchangeKey, RandomGroups, Result, Tensors
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot
+from farflock.swarm.protocol.exchange.streams import Cadence
 from farflock.swarm.tasks import cancel
 
 log = logging.getLogger(__name__)
@@ -136,13 +137,18 @@ class StageStartup:
         """Return the last round by stream and the agreed tokens of a stage whose state is lost."""
         rounds, index = self.serving.peer.rounds, self.serving.index
         self.look_on()
-        names = {entry.key.stream: f"{entry.key.stream}/{index}" for entry in self.templates}
+        paired = [each for each in self.templates if isinstance(each.group, RandomGroups)]
+        logged = [each for each in self.templates if each not in paired]
+        names = {entry.key.stream: f"{entry.key.stream}/{index}" for entry in logged}
         before, newest = None, {stream: rounds.newest(name) for stream, name in names.items()}
         # until the log stops growing: it arrives in parts
         while before != newest and not self._is_served():
             await asyncio.sleep(SETTLE_S)
             before, newest = newest, {stream: rounds.newest(name) for stream, name in names.items()}
-        tokens = rounds.tokens(names[self.templates[0].key.stream])
+        first = self.templates[0].key.stream
+        for entry in paired:  # whose rounds are in no log
+            newest[entry.key.stream] = Cadence(entry.key.round, entry.stride).upto(newest[first])
+        tokens = rounds.tokens(names[first])
         for name in names.values():
             rounds.close(name)
         return newest, tokens

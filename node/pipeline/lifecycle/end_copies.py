@@ -23,7 +23,6 @@ from farflock.node.pipeline.recovery.rebuild import EndCopy, Unrecoverable, end_
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.state_sync import CorruptSnapshot, StateSync, decode_state, encode_state
-from farflock.swarm.compute import Compute
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
@@ -51,13 +50,12 @@ class EndCopies:
         index: int,
         driver: Driver,
         state_sync: StateSync,
-        compute: Compute,
         plan: RunPlan,
         pipeline: PipelinePlan,
         streams: Mapping[int, str],
     ) -> None:
         self._peer, self._index, self._driver, self._state_sync = peer, index, driver, state_sync
-        self._compute, self._streams, self._every = compute, dict(streams), pipeline.end_copies
+        self._streams, self._every = dict(streams), pipeline.end_copies
         self._config, self._spans = plan.model, pipeline.stages
         self._beside = ends_beside(index, len(streams))
         self._copies: dict[int, EndCopy] = {}
@@ -100,8 +98,7 @@ class EndCopies:
             copy = EndCopy.of(state_sync.applied_round, driver.method.eval_params(driver.replica))
             return encode_state(dict(copy.tensors), copy.round, 0)
 
-        found: Snapshot = await self._compute(now)
-        return found
+        return await state_sync.leaving(now)
 
     async def _offered(self, end: int) -> Snapshot:
         copy = self._copies[end]

@@ -7,7 +7,7 @@ number of microbatches in it; one with local steps gets the mean of what this se
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -135,11 +135,17 @@ async def _either(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
-def gated(batch: BatchTrigger, train: Train) -> Train:
-    """Wrap `train` so that it waits until a step is due; it returns None once no more steps will
-    be."""
+def gated(
+    batch: BatchTrigger, train: Train, before: Callable[[], Awaitable[None]] | None = None
+) -> Train:
+    """Wrap `train` so that it waits until a step is due, and for what goes `before` it; it returns
+    None once no more steps will be."""
 
     async def step(work: Callable[[], Loss]) -> Loss | None:
-        return await train(work) if await batch.full() else None
+        if not await batch.full():
+            return None
+        if before is not None:
+            await before()
+        return await train(work)
 
     return step

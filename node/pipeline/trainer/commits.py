@@ -61,6 +61,7 @@ class CommitTracker:
         self.dropped = 0  # gradients given up, each of one microbatch at one stage
         # microbatches that may or may not count: the log was truncated before this peer read it
         self.lost = 0
+        self.mixed = 0  # backward passes at other weights than their forward pass
 
     def trained(self, number: int, loss: float) -> None:
         """Note that a microbatch has come back, with its loss in nats per token."""

@@ -152,7 +152,8 @@ class InFlight:
     """One microbatch that does not count everywhere yet, as its trainer keeps it.
 
     By stage: `inputs`, the kept inputs; `gradients`, the payload of the gradient of its output
-    (at the last stage the targets); `codecs`, the codec of its output and of that gradient; and
+    (at the last stage the targets); `codecs`, the codec of its output and of that gradient;
+    `servers`, those of the forward passes; and
     `lacked`, the number of servers that lacked the weights or a codec. `asking` holds the stages
     with a backward pass or confirmation in progress. `left` holds what stays with servers for
     this microbatch, the lives of those that made it, and their stages. `trip_s` is the total time
@@ -166,6 +167,7 @@ class InFlight:
     gradients: dict[int, Given]
     inputs: dict[int, KeptInput] = field(default_factory=dict)
     codecs: dict[int, CodecId | None] = field(default_factory=dict)
+    servers: dict[int, ServerLife] = field(default_factory=dict)
     lacked: collections.Counter[int] = field(default_factory=collections.Counter)
     origins: PayloadOrigins = field(default_factory=PayloadOrigins)
     asking: set[int] = field(default_factory=set)
@@ -217,6 +219,7 @@ class InFlight:
         # `gradients` stays: so far it holds only the targets
         self.epoch, self.trip_s = epoch, 0.0
         self.inputs.clear()
+        self.servers.clear()
         self.codecs.clear()
         self.weights.forget()
 

@@ -74,6 +74,8 @@ class StageClient:
         self._codecs, self._quarantine = codecs, quarantine
         self._forward_timeout_s, self._backward_timeout_s = forward_timeout_s, backward_timeout_s
         self._direct = direct
+        # whether a backward pass goes to the server of its forward pass: each has its own weights
+        self.returns = False
         self._numbers = itertools.count()
         # calls and fetches in progress: their kind, the peer, and the deadline on the local clock
         self._asked: dict[int, tuple[Key, PeerId, float]] = {}
@@ -88,6 +90,16 @@ class StageClient:
         for stage, since_s in self._lacking.items():
             waits.append(OpenWait(Key(f"server of stage {stage}", 0), (), since_s - now_s))
         return waits
+
+    def same_server(self, flight: InFlight, stage: int) -> ServerLife | None:
+        """Return the server of a stage's forward pass, where a backward pass has to return to it;
+        None if it is gone, or refused the stage's payloads."""
+        server = flight.servers.get(stage) if self.returns else None
+        if server is None or self._stage_directory.at(stage, server.peer) != server:
+            return None
+        alive = {each.peer for each in self._stage_directory.serving().stages[stage]}
+        avoided = self._quarantine.at(stage, _now()) | flight.origins.refusers(stage)
+        return server if server.peer in alive - avoided else None
 
     async def next_hop(
         self, flight: InFlight, stage: int, size: float, came: CodecId | None, sends: CodecId | None

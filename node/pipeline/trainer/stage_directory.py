@@ -64,6 +64,10 @@ class StageDirectory:
         # stages and gradients that rounds named as too late; the reader clears the list
         self.left_out: list[tuple[int, GradientKey]] = []
         self._silent_s: dict[int, tuple[int, float]] = {}  # a round that may be lost; since when
+        # By stage and server, the weight of its contribution to the last round that took one. In
+        # a count, that is the number of tokens that count and were merged nowhere.
+        self._weights: dict[tuple[int, ServerLife], float] = {}
+        self.lost_tokens = 0  # at most so many of those were left with the servers that left
 
     @property
     def stages(self) -> int:
@@ -137,7 +141,16 @@ class StageDirectory:
                     ages = notes.joined_ages(told)
                     late = [key for key, age in ages.items() if age == notes.LATE]
                     self.left_out += [(stage, key) for key in late]
+                    self._weigh(stage, self._heard[stage] - stream.stride)
                     yield stage, sorted(ages)
+
+    def _weigh(self, stage: int, number: int) -> None:
+        view = self._peer.context.views.at(number, stage)
+        entry = self._peer.rounds.streams[self.streams[stage].name].entry(number)
+        for member in self._members(view, stage) if view is not None else ():
+            if entry is not None and member.peer in entry.weights:
+                server = ServerLife(member.peer, member.incarnation)
+                self._weights[stage, server] = entry.weights[member.peer]
 
     def _is_past_hope(self, stage: int, name: str) -> bool:
         """True if the next round is over and all its members have been gone for `HOPE_S`: its notes
@@ -175,7 +188,9 @@ class StageDirectory:
         # not before its last round is read: that round may still count what it merged
         over = [entry for entry in self._leaving if self._heard[entry[0]] >= entry[2]]
         self._leaving = [entry for entry in self._leaving if entry not in over]
-        yield from ((stage, server.name) for stage, server, _ in over)
+        for stage, server, _ in over:
+            self.lost_tokens += int(self._weights.pop((stage, server), 0.0))
+            yield stage, server.name
 
     def _members(self, view: View, stage: int) -> list[Member]:
         return [view.members[index] for index in view.serving(stage)]

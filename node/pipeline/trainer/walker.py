@@ -144,6 +144,7 @@ class Walker:
             return self._without_output(flight, stage, server, asked.answer)
         (payload,) = asked.payloads
         flight.origins.made((after, "input"), server.peer)
+        flight.servers[stage] = server
         flight.codecs[stage] = self._codecs.edges.written_in(payload, sends)
         try:
             flight.inputs[after] = expected.read(payload, request)
@@ -177,7 +178,9 @@ class Walker:
         the payloads of other stages cannot be decoded."""
         place, source, ledger = (flight.number, stage), flight.source(stage), self._commits.ledger
         came, sends = flight.codecs.get(source), flight.codecs.get(stage)
-        server = await self._client.next_hop(flight, stage, BACKWARD_SIZE, came, sends)
+        server = self._client.same_server(flight, stage)
+        if server is None:
+            server = await self._client.next_hop(flight, stage, BACKWARD_SIZE, came, sends)
         if ledger.phase(place) not in ("open", "sent"):
             return None  # a round named it in the meantime, which only a faulty peer causes
         attempt = ledger.send(place, server.name)
@@ -195,6 +198,7 @@ class Walker:
             self._spawn(self._client.ask(server, Revoke(*place, answer.attempt)))
             return None
         self._spawn(self.confirm(flight, stage, server.name, attempt))
+        self._commits.mixed += self._client.returns and flight.servers.get(stage, server) != server
         flight.weights.used(stage, answer.version)
         if answer.loss_sum is not None:
             self._commits.trained(flight.number, answer.loss_sum / self._codecs.edges.tokens)

@@ -45,6 +45,10 @@ class Cadence:
         """Return the last round up to `number`, or the one before the first if there is none."""
         return self.first + max((number - self.first) // self.stride, -1) * self.stride
 
+    def since(self, number: int) -> int:
+        """Return the first round from `number` on."""
+        return self.upto(number - 1) + self.stride
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:
@@ -73,8 +77,6 @@ class Stream:
                 "the stride must be at least 1, the others at least 0"
             )
         gathers_all = terms.kind == "gather" and not self.is_paired
-        if self.is_paired and stride > 1:
-            raise ValueError(f"stream {self.name}: pairs with a stride of {stride}; it must be 1")
         if terms.enough and not gathers_all:
             raise ValueError(
                 f"stream {self.name}: enough {terms.enough}; only a gather of all members knows "

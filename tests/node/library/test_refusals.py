@@ -179,7 +179,11 @@ IMPOSSIBLE = [
         "'all layers': 2 layers can be cut into 1 to 2 stages",
         "choose 2",
     ),
-    (["pipeline.stages=2", "model.tied=false"], "'one group': method noloco", "choose ddp"),
+    (
+        ["pipeline.stages=2", "model.tied=false", "method.name=async"],
+        "'rounds in step': method async",
+        "choose ddp",
+    ),
     ([*PIPELINE, "pipeline.codec=aqsgd4"], "'pinned routes': codec aqsgd4", "such as int4"),
     (
         [*PIPELINE, "pipeline.codec=aqsgd8", "pipeline.policy=fixed"],
@@ -376,7 +380,7 @@ def commands(folder, assignments):
         ["method.name=streaming", "method.options.fragments=5"],
         ["method.name=async", "method.options.enough=2"],
         ["method.name=demo", "train.optimizer=adamw"],
-        ["method.name=noloco", "pipeline.stages=1"],
+        ["method.name=async", "pipeline.stages=1"],
     ],
     ids=str,
 )
@@ -386,7 +390,7 @@ def test_a_command_refuses_with_code_2_and_leaves_no_trace(
     code, said = farflock_command(*commands(tmp_path, assignments)[number])
     assert code == 2
     assert said.startswith(
-        ("farflock: method", "farflock: the pipeline breaks the rule 'one group': method")
+        ("farflock: method", "farflock: the pipeline breaks the rule 'rounds in step': method")
     )
 
 

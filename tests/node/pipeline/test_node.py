@@ -98,7 +98,7 @@ class Accounts(Audit):
 
         def noting(action, *rest):
             second_phase, key = apply(action, *rest), action.exchange.key
-            if driver.method.equality == "exact":
+            if driver.method.equality == "exact" and action.result.status != "failed":
                 mark = state_hash(driver.method.agreed(driver.replica, key.stream))
                 self.agreed[index, key.stream, key.round].add(mark)
                 self.noted[index, key.round] += 1

@@ -16,8 +16,8 @@ from farflock.node.run.composition import (
     require_composable,
     require_split,
     scope_of,
-    steps_of,
 )
+from farflock.node.run.counts import steps_of
 from farflock.node.run.policies import POLICIES, policy_of
 from farflock.node.run.split import split
 from farflock.node.run.terms import Asynchronous, PipelinePlan, RunPlan, ServerTerms, TrainerTerms
@@ -300,15 +300,12 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
         "stages have [6] layers",
         "as many layers as the stage next to it",
     ),
-    ("one group", {"name": "noloco"}, "noloco syncs parts of a group separately", "ddp"),
-    ("one group", {"name": "local"}, "local exchanges nothing", "diloco"),
     ("rounds in step", {"name": "async"}, "as soon as some members' work is there", "choose ddp"),
-    ("rounds in step", {"name": "co2"}, "keeps training while a round is open", "no delay, or ddp"),
     (
-        "rounds in step",
-        {"name": "streaming", "options": {"fragments": 3}},
-        "has 3 streams that take turns",
-        "one fragment, or ddp",
+        "parts of stages",
+        {"name": "streaming", "options": {"fragments": 2}},
+        "of stage 0, with its layers [0]: 2 fragments need as many layers",
+        "choose 1 or fewer",
     ),
     (
         "rounds by steps",
@@ -447,6 +444,48 @@ def of_microbatches(sequences, codec="raw", seq=64, sizes=SIZES):
     plan = dataclasses.replace(made.plan, batch=sequences)
     pipeline = dataclasses.replace(made.pipeline, batch_tokens=16 * sequences * plan.seq)
     return dataclasses.replace(made, plan=plan, pipeline=pipeline)
+
+
+class Unscheduled:
+    """A method of somebody's own that merges in pairs, and does not say after which steps."""
+
+    equality = "per-peer"
+
+    def streams(self, replica):
+        return method("noloco").streams(replica)
+
+
+def test_a_method_that_merges_in_parts_says_after_which_steps():
+    refused = refusal(dataclasses.replace(parts(), method=Unscheduled()))
+    assert refused.rule == "rounds in step"
+    assert "has no `due_steps`" in refused.why
+
+
+APART = {"local", "noloco", "streaming", "delayed", "co2", "sparta"}
+
+
+@pytest.mark.parametrize("policy", ["swarm", "skip:3", "noloco", "fixed"])
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_of_the_shelf_only_async_is_refused(name, policy):
+    options = {"period": 4} if "period" in options_of(name) else {}
+    if name == "streaming":
+        options["fragments"] = 1
+    made = parts(policy, name=name, kept=1000, options=options)
+    assert made.is_counted_apart == (name in APART)
+    if name == "async":
+        assert refusal(made).rule == "rounds in step"
+    else:
+        require_composable(made)
+
+
+def test_a_method_that_counts_apart_needs_no_more_room_for_a_longer_period():
+    needed = min_kept(16, 1, 8)
+    for name in sorted(APART - {"local"}):
+        options = {"name": name, "options": {"period": 50}}
+        if name == "streaming":
+            options["options"]["fragments"] = 1
+        require_composable(parts(kept=needed, **options))
+        assert refusal(parts(kept=needed - 1, **options)).rule == "kept microbatches"
 
 
 def test_as_many_microbatches_as_it_asks_for_are_enough():

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -40,6 +41,25 @@ INEXACT = [name for name, method in sorted(METHODS.items()) if method.equality !
 
 def snapshot(state, told=None, at=3):
     return Snapshot(at, state_hash(told or state), 640, (safetensors.torch.save(state),))
+
+
+def test_a_state_that_must_not_leave_yet_is_waited_for_and_read_before_the_next_step():
+    async def main():
+        sync, may = StateSync(None, None, SimpleNamespace(stage=0), inline), [False]
+        sync.may_leave = lambda: may[0]
+        reading = asyncio.create_task(sync.leaving(lambda: "state"))
+        await asyncio.sleep(1.0)
+        await sync.let_leave()  # nothing may leave, so the step is made
+        assert not reading.done()
+        may[0] = True
+        await sync.let_leave()
+        assert reading.done()
+        assert await reading == "state"
+        before = asyncio.get_running_loop().time()
+        await sync.let_leave()
+        assert asyncio.get_running_loop().time() == before, "nobody waits any more"
+
+    run_virtual(main())
 
 
 def test_a_snapshot_that_is_what_its_hash_says_is_decoded():

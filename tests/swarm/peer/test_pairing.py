@@ -2,6 +2,7 @@
 meet again."""
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -28,9 +29,10 @@ from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.pairing import DONE_KEPT, MAX_JUMP, Pairing
 from farflock.swarm.peer.round_log import work_pin
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
-from farflock.swarm.protocol.exchange.streams import Reduction, Stream
+from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, Stream
 from farflock.swarm.protocol.groups import group_of
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
+from farflock.swarm.roles import EVERY
 from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -88,13 +90,15 @@ class Peer:
 
 
 class PairingWorld(Spawner):
-    """Members of one view."""
+    """Members of one view; the last two may serve a stage of their own."""
 
-    def __init__(self, count=2):
+    def __init__(self, count=2, stages=(EVERY, EVERY)):
         super().__init__()
         self.network = SimNetwork(1)
         self.names = "abcde"[:count]
-        self.view = View(0, bytes(32), 0, tuple(Member(name, 1) for name in self.names))
+        serves = [stages[place >= count - 2] for place in range(count)]
+        members = (Member(name, 1, stage) for name, stage in zip(self.names, serves, strict=True))
+        self.view = View(0, bytes(32), 0, tuple(members))
         self.peers = {name: Peer(self, name, self.view, 1) for name in self.names}
 
     def roles(self, number=0):
@@ -109,13 +113,13 @@ class PairingWorld(Spawner):
         )
 
 
-def in_a_world(count=2):
+def in_a_world(*size, stages=(EVERY, EVERY)):
     """Run a test `main(world)` in virtual time; afterwards no store may hold anything."""
 
     def decorate(main):
         def test():
             async def whole():
-                world = PairingWorld(count)
+                world = PairingWorld(*size, stages=stages)
                 await main(world)
                 await asyncio.sleep(2 * DEADLINE_S)
                 assert not world.failures
@@ -156,6 +160,34 @@ async def test_four_meet_in_two_pairs_as_the_seed_says(world):
             group_of(peer.name, "abcd", 2, 5, world.view.hash, Key(NAME, 3))
         )
         assert result.status == "ok"
+
+
+@in_a_world(4, stages=(0, 1))
+async def test_servers_of_a_stage_meet_each_other_and_nobody_else(world):
+    for name, peer in world.peers.items():
+        peer.stream = replace(peer.stream, stage=int(name in "cd"), cadence=Cadence(2, 3))
+        peer.pairing.open(peer.stream)
+    for number in (2, 5):
+        results = await asyncio.gather(*(peer.swap(number) for peer in world.peers.values()))
+        assert [result.participants for result in results] == [("a", "b")] * 2 + [("c", "d")] * 2
+        assert {(result.status, result.next_round) for result in results} == {("ok", number + 3)}
+    floors = [peer.context.floor for peer in world.peers.values()]
+    assert floors == [(0, 6)] * 2 + [(0, 0, 6)] * 2, "rounds of a stage are on its axis"
+
+
+@in_a_world()
+async def test_a_pair_with_a_stride_that_jumps_ahead_lands_on_one_of_its_rounds(world):
+    a, b = world.peers.values()
+    for peer in (a, b):
+        peer.pairing.open(replace(peer.stream, cadence=Cadence(2, 3)), 4)
+    assert a.pairing.left_round(NAME) == 2
+    ahead = asyncio.ensure_future(b.swap(14))
+    await asyncio.sleep(0.5)
+    late = await a.swap(5)
+    assert late.status == "alone" or late.next_round == 14
+    assert (late.next_round - 2) % 3 == 0
+    assert (a.pairing.left_round(NAME) - 2) % 3 == 0
+    assert (await ahead).next_round == 17
 
 
 @in_a_world(3)

@@ -186,6 +186,26 @@ async def test_the_loop_s_step_runs_when_it_is_due_and_not_at_all_after_the_end(
 
 
 @waiting
+async def test_a_step_that_is_due_waits_for_what_goes_before_it(batch, server, group, stop):
+    done = []
+
+    async def train(work):
+        done.append("step")
+        return work()
+
+    async def before():
+        await asyncio.sleep(0.1)
+        done.append("before")
+
+    step = gated(batch, train, before)
+    group.others = 3 * MICROBATCH
+    await step(lambda: 0.5)
+    stop()
+    await step(lambda: 0.7)
+    assert done == ["before", "step"], "nothing goes before a step that is not made"
+
+
+@waiting
 async def test_waiting_leaves_no_tasks_behind(batch, server, group, stop):
     later(3.1, stop)
     await until_full(batch, 4.0)

@@ -1,6 +1,8 @@
 """A trainer's view of its stages, from views and logs of rounds: servers, commits, departures."""
 
 import collections
+from functools import partial
+from types import SimpleNamespace
 
 from farflock.node.pipeline.trainer.stage_directory import (
     HOPE_S,
@@ -26,6 +28,10 @@ class Swarm:
         self.logs = {stream.name: collections.OrderedDict() for stream in streams.values()}
         self.firsts = {stream.name: stream.first for stream in streams.values()}
         self.counted = collections.Counter()
+        self.weights = {}  # by stream and round, those of members
+        self.streams = {
+            name: SimpleNamespace(entry=partial(self.entry, name)) for name in self.logs
+        }
         self.now_s = 0.0
 
     def now(self):
@@ -47,6 +53,9 @@ class Swarm:
     def forget(self, stage, count):
         for _ in range(count):
             self.logs[STREAMS[stage].name].popitem(last=False)
+
+    def entry(self, name, number):
+        return SimpleNamespace(weights=self.weights.get((name, number), {}))
 
     def last_shards(self, name, number):
         return self.logs[name].get(number)
@@ -188,6 +197,19 @@ def test_another_life_and_another_stage_are_leaving_too():
     swarm, stage_directory = made()
     swarm.view(A, Member("b", 2, 1), Member("c", 2, 0), T)
     assert list(stage_directory.left()) == [(1, "b/1"), (1, "c/1")]
+
+
+def test_what_counts_only_at_servers_that_left_is_added_up_by_their_last_weights():
+    swarm, stage_directory = made()
+    list(stage_directory.left())
+    swarm.weights = {("grad/0", 0): {"a": 64.0}, ("grad/0", 1): {"a": 48.0}}
+    swarm.close(0, 0, ("t", 1)).close(0, 1, ("t", 2))
+    assert len(list(stage_directory.named())) == 2
+    swarm.view(B, C, T, begins=(0, 2, 0))
+    assert list(stage_directory.left()) == [(0, "a/1")]
+    assert stage_directory.lost_tokens == 48
+    assert list(stage_directory.left()) == []
+    assert stage_directory.lost_tokens == 48, "once"
 
 
 def test_a_server_that_goes_and_returns_between_two_looks_has_left():
