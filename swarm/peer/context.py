@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farflock.swarm.bundle_store import BundleStore
+from farflock.swarm.chunk_server import StateReaders
 from farflock.swarm.chunk_store import Shelve, Store
 from farflock.swarm.chunks import Chunks
 from farflock.swarm.compute import Compute, inline
@@ -66,6 +67,11 @@ class PeerContext:
         assert self.chain is not None, "this peer knows no view yet: start a run or join one first"
         return self.chain
 
+    @property
+    def readers(self) -> StateReaders:
+        """The peers that read this peer's states."""
+        return self.chunks.server.readers
+
     def now(self) -> float:
         """Return monotonic local seconds: the loop's clock, virtual in simulations."""
         return asyncio.get_running_loop().time()
@@ -81,6 +87,10 @@ class PeerContext:
         had no room in time."""
         frame = pack_buffers(Frame(self.incarnation, piece, body))
         return await self.links.send_bulk(peer, frame, timeout_s)
+
+    def queued_bytes(self) -> int:
+        """Return the bytes of bulk that wait for this peer's own line."""
+        return self.links.queued_bytes()
 
     async def send_bulk(self, peer: PeerId, message: Message, timeout_s: float) -> bool:
         """Send a large message as bulk; False if the links refused it or had no room in time."""

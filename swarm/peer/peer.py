@@ -101,6 +101,7 @@ class Peer:
         self.absences = Absences(
             self.context, lambda name: name in self.rounds.names or name in self.pairing.streams
         )
+        self.absences.watch(self.rounds.streams)
         self.evaluations = Evaluations(self.context, self.newest)
         self.loads = LoadReports(self.context)
         self.codec_offers = CodecOffers(self.context)
@@ -249,7 +250,8 @@ class Peer:
         if name in self.branching.adrift:
             return RoundOutcome(key, "lost", number + 1)
         paired = self.pairing.streams.get(name)
-        if not paired and number <= self.rounds.newest(name):
+        is_over = not paired and number <= self.rounds.newest(name)
+        if is_over and not self.absences.is_behind(name):
             self.absences.come_back([(name, self.rounds.newest(name) + 1)])  # they went on without
         stream = paired or self.rounds.streams[name].stream
         bundles = self.context.bundles.put(stream.terms.cut, shards, work_pin(key))

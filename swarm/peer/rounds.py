@@ -80,11 +80,14 @@ class Rounds:
         state, after = self._streams.get(stream.name), stream.cadence.upto(after_round)
         if state is None or after > state.newest:
             self._forget(state)
-            self._streams[stream.name] = StreamState(stream, after, tokens, tokens, seen=after)
+            state = StreamState(stream, after, tokens, tokens, seen=after)
+        self._streams[stream.name] = state
+        state.applied, state.catching_up = after, stream.wants == "all"
 
     async def exchange(self, name: str, offer: Offer) -> RoundOutcome:
         """Bring an offer, whose shards are in the store, to its round and wait for the outcome."""
         state, number = self._streams[name], offer.key.round
+        state.catching_up = False
         try:
             if (known := self.decided(name, number)) is not None:
                 return known
@@ -105,6 +108,7 @@ class Rounds:
     def decided(self, name: str, number: int) -> RoundOutcome | None:
         """Return a round's outcome from the log; None unless it is decided and complete."""
         state = self._streams[name]
+        state.applied = max(state.applied, number - state.stream.cadence.stride)
         entry = state.log.get(number)
         if entry is None or not entry.complete:
             return None
@@ -118,10 +122,8 @@ class Rounds:
         entry = state.entry(number)
         if entry is None or not entry.complete:
             return None
-        return tuple(
-            self._context.store.get(item.digest) or b""
-            for item in last_bundles(entry.close, state.stream.terms.bundles)
-        )
+        last = last_bundles(entry.close, state.stream.terms.bundles)
+        return tuple(self._context.store.get(item.digest) or b"" for item in last)
 
     def oldest(self, name: str) -> int:
         """Return the first round still in the log, or the next round."""
@@ -181,6 +183,15 @@ class Rounds:
     def floor(self) -> int:
         """Return the first round that is not wholly here: a branch may begin with it, or later."""
         return max((state.whole + 1 for state in self._streams.values()), default=0)
+
+    def are_lost(self, stage: int | None = None) -> bool:
+        """Return whether a round that `stage` needs next has left most logs."""
+        return any(
+            state.stream.wants == "all"
+            and state.stream.stage == stage
+            and self._catch_up.lost(state)
+            for state in self._streams.values()
+        )
 
     def reach(self, stage: int | None = None) -> int:
         """Return the earliest round from which logs can bring a state of `stage` up to date.
@@ -270,7 +281,7 @@ class Rounds:
         if state is None:
             self._context.drop("unknown stream")
         elif isinstance(message, LogQuery):
-            view = self._catch_up.answer_query(state, sender, message)
+            view = self._catch_up.answer_query(state, sender, incarnation, message)
             if view is not None:
                 self._open_rounds.begin(state, message.key, view)
         elif isinstance(message, Forgotten):
@@ -355,8 +366,11 @@ class OpenRounds:
             self._context.drop("not from a member")
             return
         state.seen = max(state.seen, message.key.round)
-        if isinstance(message, Offer) and (sender, message.key.stream) in self._context.away:
-            self._late.heard(sender, message.key.stream)
+        if isinstance(message, Offer):
+            name = message.key.stream
+            self._context.readers.followed(sender, name, message.key.round - 1, True)
+            if (sender, name) in self._context.away:
+                self._late.heard(sender, name)
         entry = state.log.get(message.key.round)
         if entry is not None and message.key not in self._machines:
             if isinstance(message, Prepare | Propose) or (

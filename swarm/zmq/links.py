@@ -84,7 +84,8 @@ class ZmqLinks:
         self._table = table = PartnerTable(identity.peer, Gate(run, identity.peer, options.refuse))
         self._detours = Relays(identity, run, table, options.relay, options.forward_bytes_per_s)
         self._handshakes = Handshakes(table)
-        self._sender = Sender(table, self._detours)
+        self._sender = sender = Sender(table, self._detours)
+        self.queued_bytes = sender.queued_bytes
         self._receiver = Receiver(table, self._handshakes, self._sender, self._detours)
         self._receiver.on_twin = options.on_twin
         self._sockets = Sockets(table, key, self._receiver, silent_after_s)
