@@ -15,6 +15,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace as replace_struct
 
 from farflock.node.model.replica import Storage, drop_spoiled, in_memory
 from farflock.node.state.cut import Cut
@@ -22,12 +23,13 @@ from farflock.node.state.spool import Malformed, room, spooled, tensors_of
 from farflock.node.train.absence import STALL_S
 from farflock.node.train.driver import Apply, Driver, RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
-from farflock.optimizers.method import ExchangeKey, Result, State
+from farflock.optimizers.method import ExchangeKey, RandomGroups, Result, State
 from farflock.optimizers.parts.state import WrongState, counter, state_hash
 from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
+from farflock.swarm.messages import HeldState
 from farflock.swarm.peer.absences import Absences
-from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.context import OwnState, PeerContext
 from farflock.swarm.peer.pairing import Pairing
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
 from farflock.swarm.peer.state_download import SILENT_S
@@ -104,6 +106,9 @@ class StateSync:
         self._state_name = STATE if client.stage is None else f"{STATE}/{client.stage}"
         self._opened = False
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
+        # What this node holds, once it is hashed, and the rounds with which it was.
+        self._held, self._held_at = HeldState(0), dict[str, int]()
+        self._is_hashing = False
 
     def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
         """Open all streams of the method after these rounds, and serve this node's state to
@@ -116,7 +121,7 @@ class StateSync:
             self._client.open(
                 template, begun[template.key.stream], 0 if number else tokens, noted=noted
             )
-        self._peer.context.progress_tokens = lambda: self._driver.tokens
+        self._peer.context.own = OwnState(lambda: self._driver.tokens, self._held_now, is_open=True)
         self._peer.snapshots.serve(self._state_name, self._snapshot)
 
     @property
@@ -129,6 +134,62 @@ class StateSync:
         self.open(position.rounds, position.agreed_tokens)
         self._client.load_state(feedback)
         self._driver.load_position(position)
+
+    async def recall(self, place: RunPosition, under: bytes) -> None:
+        """Note that the method has the state of this node's last life, from this position, whose
+        last round belonged to the view of this hash."""
+        self._driver.begin(place.rounds, place.agreed_tokens)
+        self._held, self._held_at = await self._compute(self._hashed)
+        mine = replace_struct(self._held, under=under if self._held.first else b"")
+        self._peer.context.own.held = lambda: mine
+
+    def open_recalled(self, begins: HeldState) -> bool:
+        """Go on from the state of the last life if a return may begin with that; return whether
+        that is so. In pairs each peer's state may."""
+        held = self._peer.context.own.held()
+        streams = self._driver.streams
+        paired = bool(streams) and all(isinstance(each.group, RandomGroups) for each in streams)
+        if held is None or self._opened:
+            return False
+        if not paired and (held.first, held.state) != (begins.first, begins.state):
+            return False
+        position = self._driver.position
+        self.open(position.rounds, position.agreed_tokens)
+        return True
+
+    @property
+    def under(self) -> bytes:
+        """The hash of the view to which the last round in this node's state belongs; empty before
+        the first."""
+        chain, last = self._peer.context.chain, self._first_open() - 1
+        if chain is None or last < 0:
+            return b""
+        view = chain.at(last, self._client.stage)
+        return b"" if view is None else view.hash
+
+    def _first_open(self) -> int:
+        """Return the first round that is not in this node's state."""
+        return min((key.round for key in self._next_keys()), default=0)
+
+    def _held_now(self) -> HeldState | None:
+        """Return what this node holds; None until it is hashed, which begins now."""
+        if self._held_at == self._driver.position.rounds:
+            return replace_struct(self._held, under=self.under)
+        if not self._is_hashing:
+            self._is_hashing = True
+            self._peer.context.spawn(self._hash())
+        return None
+
+    async def _hash(self) -> None:
+        self._held, self._held_at = await self._compute(self._hashed)
+        self._is_hashing = False
+
+    def _hashed(self) -> tuple[HeldState, dict[str, int]]:
+        """Hash the state, if all members' are equal, in the worker that applies results."""
+        position = self._driver.position
+        exact = self._driver.method.equality == "exact"
+        state = state_hash(self._state()) if exact else b""
+        return HeldState(self._first_open(), state, position.agreed_tokens), position.rounds
 
     @property
     def applied_round(self) -> int:
@@ -170,8 +231,10 @@ class StateSync:
         self,
         timeout_s: float | None = None,
         downloaded: DownloadProgress = lambda here, total: None,
+        min_round: int = -1,
     ) -> None:
-        """Replace this node's state with the run's; pending exchanges and local work are lost.
+        """Replace this node's state with the run's, after `min_round` or later; pending exchanges
+        and local work are lost.
 
         Without `timeout_s` it may take any time, as long as something comes; else raise
         `SnapshotUnavailable`. A snapshot with a wrong hash or for another model is discarded and
@@ -183,15 +246,16 @@ class StateSync:
         async with self._absent(), asyncio.timeout(timeout_s):
             while True:
                 # from an older round the log could not be followed to the present
-                oldest, max_bytes = self._peer.reach(stage), max_state_bytes(replica.shapes)
+                oldest = max(min_round, self._peer.reach(stage))
+                max_bytes = max_state_bytes(replica.shapes)
                 snapshot = await self._peer.snapshots.fetch(
                     *(self._state_name, timeout_s, downloaded, oldest, stage, max_bytes, mine),
                     landing.room,
                     keep=not self._opened,  # a joiner's; a member may have other snapshots on disk
                     silent_s=MEMBER_SILENT_S if self._opened else SILENT_S,
                 )
-                if snapshot.state == mine:  # as at the run's beginning, from the same weights
-                    rounds: dict[str, int] = {}
+                if snapshot.state == mine:  # as at the beginning, or in this node's last life
+                    rounds = self._driver.position.rounds
                     break
                 try:
                     rounds = await self._compute(partial(self._restore, snapshot, landing.file))
@@ -224,7 +288,7 @@ class StateSync:
         self._peer.absences.come_back(self.next_rounds.items())
 
     def _beginning(self) -> bytes | None:
-        """Return the hash of the state with which a run would begin here; None once it has."""
+        """Return the hash of the state with which this node would begin; None once it has."""
         return None if self._opened else state_hash(self._state())
 
     def _restore(self, snapshot: Snapshot, file: memoryview) -> dict[str, int]:
