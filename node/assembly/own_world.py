@@ -8,11 +8,12 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
 from farflock.node.assembly.directory_beside import DirectoryBeside, OpenDirectory
+from farflock.node.assembly.kept_ports import KeptPorts, port_in
 from farflock.node.assembly.peer_world import Clock, Files, PeerWorld, Workers
 from farflock.node.errors import Failure, Usage
 from farflock.node.state.paths import RunFolder, make_folder
@@ -20,6 +21,7 @@ from farflock.swarm.compute import Worker
 from farflock.swarm.contact import Contact, contact_of
 from farflock.swarm.dht.files import IdentityLock, PortTaken, refuse_taken_ports
 from farflock.swarm.identity import Identity
+from farflock.swarm.record import unseal
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's process needs some
@@ -85,8 +87,9 @@ async def open_world(
     and its directory with it: that is then open, unless it fails. The sequence numbers of records
     start at the wall clock in ms, because they must rise from one start to the next."""
     raise_descriptor_limit()
-    host, client_mode = listening.host, listening.client_mode
-    listen = (f"/ip4/{host}/tcp/{listening.dht_port}",)
+    host, client_mode, ports = listening.host, listening.client_mode, KeptPorts(folder.ports)
+    port, dht_port = ports.wanted(host, listening.port, listening.dht_port)
+    listen = (f"/ip4/{host}/tcp/{dht_port}",)
     refuse_taken_ports(() if client_mode else listen)
     async with contextlib.AsyncExitStack() as opened:
         opened.callback(IdentityLock(folder.identity).release)
@@ -96,10 +99,18 @@ async def open_world(
         options = LinkOptions(
             incarnation=secrets.randbits(62),
             sequence=int(time.time() * 1000),
-            listen=None if client_mode else f"tcp://{host}:{listening.port}",
+            listen=None if client_mode else f"tcp://{host}:{port}",
         )
-        links = await ZmqLinks.open(identity, run, options)
+        try:
+            links = await ZmqLinks.open(identity, run, options)
+        except OSError:
+            if client_mode or listening.port or not port:
+                raise
+            options = replace(options, listen=f"tcp://{host}:0")  # taken since it was looked at
+            links = await ZmqLinks.open(identity, run, options)
         opened.push_async_callback(links.close)
+        for endpoint in unseal(links.record(), run).endpoints[:1]:
+            ports.keep(links=port_in(endpoint))
         for contact in contacts:
             links.expect(contact)
 
@@ -107,7 +118,12 @@ async def open_world(
             doors = _doors(links, contacts)
             return await _open_directory(folder, run, doors, listen, client_mode)
 
-        directory = DirectoryBeside(opening, lambda addresses: links.record(doors=addresses))
+        def opened_at(addresses: tuple[str, ...]) -> None:
+            links.record(doors=addresses)
+            if not client_mode:
+                ports.keep(directory=next(map(port_in, addresses), 0))
+
+        directory = DirectoryBeside(opening, opened_at)
         opened.push_async_callback(directory.close)
         if not contacts:
             await directory.begin()

@@ -49,6 +49,7 @@ from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
+from farflock.node.state.kept_views import KeptViews
 from farflock.node.state.run_log import RunRecorder
 from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
 from farflock.node.train.run_size import require_carried
@@ -63,7 +64,7 @@ from farflock.swarm.roles import EVERY, NOTHING, UNMEASURED, role_of
 from farflock.swarm.zmq.links import ZmqLinks
 
 JOIN_TIMEOUT_S = 120.0
-REJOIN_TIMEOUT_S = 20.0  # for members to answer a founder that starts again
+REJOIN_TIMEOUT_S = 20.0  # to learn the terms of its run, for a founder that starts again
 LINGER_S = 5.0  # after the last step: others may still be working towards the last round
 
 log = logging.getLogger(__name__)
@@ -168,7 +169,8 @@ async def found(
         saved = last_of_part(machine.folder, run, pipeline, stage)
     known = AddressCache(machine.folder).read(run)
     # Without a checkpoint too: its run may live on, and must not begin a second time.
-    if known is not None and (saved is None or not _ended(saved, manifest)):
+    lives_on = known is not None and not KeptViews(machine.folder.views).alone(run, identity.peer)
+    if known is not None and lives_on and (saved is None or not _ended(saved, manifest)):
         try:
             return await join(machine, known, on_start, REJOIN_TIMEOUT_S)
         except (RefusedByRun, DirectoryUnreachable) as reason:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from farflock.node.assembly.coming_back import waits_for
 from farflock.node.errors import Failure
 from farflock.node.process.status import PartnerStatus, Status, Waiting, awaited_state, watched
 from farflock.node.state.paths import write_whole
@@ -63,6 +64,9 @@ class StatusWriter:
             coming = peer.snapshots.coming
             if coming is not None and peer.context.chain is not None:
                 self._put(joining(self._node, coming))
+            elif awaited := peer.branching.returning.awaited:
+                found = status_of(self._node, waits_for(awaited))
+                self._put(msgspec.structs.replace(found, loss=None, is_member=False))
             await asyncio.sleep(STATUS_EVERY_S)
 
     def write(self, doing: str | None = None) -> Status:
@@ -187,8 +191,13 @@ def _doing(node: "NodeProcess") -> str:
     )
     if trouble := node.session.world.trouble():
         does += f", without the run's directory ({trouble})"
+    awaited = part.peer.branching.returning.awaited
     if part.peer.membership.is_member:
-        return does
+        return f"{does}; {waits_for(awaited)}" if awaited else does
+    if awaited:
+        return f"{does}, but counts as no member; {waits_for(awaited)}"
+    if part.peer.branching.returning.is_open:
+        return f"{does}; counts as a member once all members have signed their return"
     view_s = node.manifest.exchange.view_s
     return f"{does}; counts as a member from the next change of members (within {view_s:g} s)"
 

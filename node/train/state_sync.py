@@ -145,13 +145,14 @@ class StateSync:
 
     def open_recalled(self, begins: HeldState) -> bool:
         """Go on from the state of the last life if a return may begin with that; return whether
-        that is so. In pairs each peer's state may."""
+        that is so. In pairs each peer's state may, but for that before the first round."""
         held = self._peer.context.own.held()
         streams = self._driver.streams
         paired = bool(streams) and all(isinstance(each.group, RandomGroups) for each in streams)
         if held is None or self._opened:
             return False
-        if not paired and (held.first, held.state) != (begins.first, begins.state):
+        own = paired and held.first > 0
+        if not own and (held.first, held.state) != (begins.first, begins.state):
             return False
         position = self._driver.position
         self.open(position.rounds, position.agreed_tokens)
