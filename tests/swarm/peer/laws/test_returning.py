@@ -226,11 +226,12 @@ async def test_what_strangers_and_liars_say_of_returns_is_dropped(herd):
 
 async def comings_back(herd, draw):
     """All lives of the newest view end, some of them at first; they come back in any order."""
-    numbers = list(herd.nodes)
+    numbers, left = list(herd.nodes), False
     await asyncio.sleep(draw.uniform(0, 15))
     for _ in range(draw.randint(1, 3)):
         if draw.random() < 0.2:
             herd.nodes[draw.choice(numbers)].peer.leave()
+            left = True
             await asyncio.sleep(draw.choice([0.1, 0.5, 2]))
         cut = draw.sample(numbers, draw.randint(1, len(numbers)))
         cut = numbers if draw.random() < 0.6 else cut
@@ -239,8 +240,8 @@ async def comings_back(herd, draw):
         for number in draw.sample(cut, len(cut)):
             if draw.random() < 0.1 and not herd.forgetful:
                 herd.forget_view(number)
-            if draw.random() < 0.1:
-                herd.disks[number].saved = ()
+            if draw.random() < 0.1 and not left and all(d.saved for d in herd.disks.values()):
+                herd.disks[number].saved = ()  # others have one, and can come back with it
             herd.start(number)
             await asyncio.sleep(draw.choice([0, 0, 1, 6]))
         await asyncio.sleep(draw.choice([1, 5, 15, 30]))
