@@ -22,6 +22,7 @@ from farflock.node.state.spool import Malformed, room, spooled, tensors_of
 from farflock.node.train.absence import STALL_S
 from farflock.node.train.driver import Apply, Driver, RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
+from farflock.node.train.held_state import OwnHeldState
 from farflock.optimizers.method import ExchangeKey, Result, State
 from farflock.optimizers.parts.state import WrongState, counter, state_hash
 from farflock.optimizers.parts.stateful import live_state
@@ -131,6 +132,7 @@ class StateSync:
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
         self.may_leave: Callable[[], bool] | None = None  # None: always; asked in the worker
         self._readers = 0  # that wait until it may
+        self.held = OwnHeldState(peer.context, driver, client.stage, compute, self._state)
 
     def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
         """Open all streams of the method after these rounds, and serve this node's state to
@@ -143,7 +145,7 @@ class StateSync:
             self._client.open(
                 template, begun[template.key.stream], 0 if number else tokens, noted=noted
             )
-        self._peer.context.progress_tokens = lambda: self._driver.tokens
+        self.held.open()
         later = self._rounds if self._is_exact else None
         traffic = partial(traffic_of, self._peer.rounds.streams, self._client.stage)
         self._peer.snapshots.serve(self._state_name, self._snapshot, rounds=later, traffic=traffic)
@@ -204,8 +206,10 @@ class StateSync:
         self,
         timeout_s: float | None = None,
         downloaded: DownloadProgress = lambda here, total: None,
+        min_round: int = -1,
     ) -> None:
-        """Replace this node's state with the run's; pending exchanges and local work are lost.
+        """Replace this node's state with the run's, after `min_round` or later; pending exchanges
+        and local work are lost.
 
         Without `timeout_s` it may take any time, as long as something comes; else raise
         `SnapshotUnavailable`. A snapshot with a wrong hash or for another model is discarded and
@@ -217,15 +221,16 @@ class StateSync:
         async with self._absent(), asyncio.timeout(timeout_s):
             while True:
                 # from an older round the log could not be followed to the present
-                oldest, max_bytes = self._peer.reach(stage), max_state_bytes(replica.shapes)
+                oldest = max(min_round, self._peer.reach(stage))
+                max_bytes = max_state_bytes(replica.shapes)
                 snapshot = await self._peer.snapshots.fetch(
                     *(self._state_name, timeout_s, downloaded, oldest, stage, max_bytes, mine),
                     landing.room,
                     keep=not self._opened,  # a joiner's; a member may have other snapshots on disk
                     silent_s=MEMBER_SILENT_S if self._opened else SILENT_S,
                 )
-                if snapshot.state == mine:  # as at the run's beginning, from the same weights
-                    self.open({}, snapshot.tokens)
+                if snapshot.state == mine:  # as at the beginning, or in this node's last life
+                    self.open(self._driver.position.rounds, snapshot.tokens)
                     await self._catch_up()
                     return
                 try:
@@ -285,7 +290,7 @@ class StateSync:
         self._peer.absences.come_back(self.next_rounds.items())
 
     def _beginning(self) -> bytes | None:
-        """Return the hash of the state with which a run would begin here; None once it has."""
+        """Return the hash of the state with which this node would begin; None once it has."""
         return None if self._opened else state_hash(self._state())
 
     def _restore(self, snapshot: Snapshot, file: memoryview) -> dict[str, int]:

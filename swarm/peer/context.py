@@ -17,11 +17,21 @@ from farflock.swarm.chunks import Chunks
 from farflock.swarm.compute import Compute, inline
 from farflock.swarm.frame import Frame, pack, pack_buffers
 from farflock.swarm.links import Links, Liveness, PeerId
-from farflock.swarm.messages import MAX_TRAIL, Evaluation, Key, Message, Piece, Probed
+from farflock.swarm.messages import MAX_TRAIL, Evaluation, HeldState, Key, Message, Piece, Probed
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, raised
 from farflock.swarm.protocol.views import Chain, View
 
 MAX_GIVEN_UP = 8 * MAX_TRAIL  # the kept views of 8 chains
+
+
+@dataclass(slots=True)
+class OwnState:
+    """The state of this peer, as it tells others: the run's tokens, used where no round agrees on
+    them, and what it holds, if anything. It `is_open` once its streams have begun with that."""
+
+    tokens: Callable[[], int] = lambda: 0
+    held: Callable[[], HeldState | None] = lambda: None
+    is_open: bool = False
 
 
 @dataclass(slots=True)
@@ -39,7 +49,7 @@ class PeerContext:
     chain: Chain | None = None
     # The next view must begin here or later: after the rounds that this peer took part in.
     floor: Floor = NO_FLOOR
-    progress_tokens: Callable[[], int] = lambda: 0  # used where no round agrees on tokens
+    own: OwnState = field(default_factory=OwnState)
     given_up: dict[bytes, None] = field(default_factory=dict)  # given-up views, oldest first
     # The incarnation in which each member of the newest view was last heard.
     lives: dict[PeerId, int] = field(default_factory=dict)

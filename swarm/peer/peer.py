@@ -124,6 +124,7 @@ class Peer:
         """Return a router that knows which part handles which messages."""
         router, snapshots = Router(self.context, self.membership, self.rounds), self.snapshots
         router.add(self.branching.receive, *get_args(messages.BranchMessage))
+        router.add(self.branching.returning.receive, *get_args(messages.ReturnMessage))
         router.add(self.calls.receive, *get_args(messages.CallMessage))
         router.add(self.data_holders.receive, *get_args(messages.DataMessage))
         router.add(self.membership.introductions.receive, *get_args(messages.IntroductionMessage))

@@ -215,18 +215,18 @@ class Rounds:
         )
 
     def rewind(self, first_round: int) -> None:
-        """Begin a branch with this round, forgetting what others decided without us from it on.
+        """Begin a branch or return with this round, forgetting what others decided without us from
+        it on.
 
-        Open offers of this peer go into the branch's rounds."""
+        Open offers of this peer go into its rounds. Where a return begins with a state in which one
+        stream is further than another, what that holds of it stays."""
         self._open_rounds.rewind(first_round)
         for state in self._streams.values():
-            assert state.whole < first_round, (
-                f"round {state.whole} is in my state; a branch must begin after it"
-            )
-            self._log.rewind(state, first_round)
+            first = max(first_round, state.whole + 1)
+            self._log.rewind(state, first)
             state.forgotten = LogTruncation()
-            if state.newest >= first_round:
-                state.newest = state.seen = state.stream.cadence.upto(first_round - 1)
+            if state.newest >= first:
+                state.newest = state.seen = state.stream.cadence.upto(first - 1)
                 last = state.entry(state.newest)
                 state.tokens = last.close.tokens if last is not None else state.opened_tokens
 

@@ -56,6 +56,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
         pairing=SimpleNamespace(unsure_rounds=0),
         rounds=SimpleNamespace(slowness=SimpleNamespace(named=lambda members: {"other": "line"})),
         snapshots=SimpleNamespace(coming=None),
+        branching=SimpleNamespace(returning=SimpleNamespace(awaited=(), is_open=False)),
     )
     part = SimpleNamespace(
         peer=peer,
@@ -97,6 +98,18 @@ def test_a_status_can_be_read_back_and_names_the_peers_that_are_waited_for(tmp_p
     assert status.dropped == {"x": 1, "queue full": 2}
     assert (status.rounds, status.last_round, status.doing) == ({"ok": 4}, 3, "trains")
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("is_member", [False, True])
+def test_it_says_for_whom_it_waits_while_its_view_cannot_decide(tmp_path, is_member):
+    node = node_in(tmp_path, is_member=is_member)
+    returning = node.member.peer.branching.returning
+    returning.awaited = ("12D3KooWabcdefgh",)
+    waits = "waits for abcdefgh, without whom the run's members cannot decide anything"
+    assert StatusWriter(node).write().doing.endswith(f"; {waits}")
+    returning.awaited, returning.is_open = (), True
+    signs = "counts as a member once all members have signed their return"
+    assert StatusWriter(node).write().doing == ("trains" if is_member else f"trains; {signs}")
 
 
 def test_a_node_that_downloads_the_runs_state_says_how_much_is_left(tmp_path, monkeypatch):
