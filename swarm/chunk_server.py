@@ -2,7 +2,7 @@
 
 import collections
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -49,6 +49,17 @@ class ChunkCarrier(Protocol):
         ...
 
 
+class ReadState(Protocol):
+    """A state that peers read (swarm/protocol/state_readers.py)."""
+
+    def followed(
+        self, asker: PeerId, stream: str, applied: int, now_s: float, *, current: bool
+    ) -> None:
+        """Note up to which round of a stream a reader has all, and whether none is decided after
+        that."""
+        ...
+
+
 @dataclass(slots=True)
 class StateReaders:
     """The peers that read this peer's states, as the rest of it sees them
@@ -58,8 +69,7 @@ class StateReaders:
     asked: Callable[[PeerId, bytes], None] = lambda asker, digest: None
     # (a peer, a chunk) -> whether it joins by that: the chunk is of a state, or of the rounds since
     read: Callable[[PeerId, bytes], bool] = lambda asker, digest: False
-    # (a peer, a stream, the round up to which it has all, whether none is decided after that)
-    followed: Callable[[PeerId, str, int, bool], None] = lambda peer, stream, number, current: None
+    states: dict[str, ReadState] = field(default_factory=dict)  # by name
     # a stream -> the round after which they need all, and the most bytes of these
     wanted: Callable[[str], tuple[int, int] | None] = lambda stream: None
     outgrown: Callable[[], None] = lambda: None  # told that rounds are not kept any more

@@ -103,8 +103,8 @@ class CatchUp:
             self._context.drop("too many questions about the log")
             return None
         number, name = query.key.round, state.stream.name
-        followed = self._context.readers.followed
-        followed(sender, name, number - state.stream.cadence.stride, number > state.newest)
+        applied, current = number - state.stream.cadence.stride, number > state.newest
+        self._context.note_followed(sender, name, applied, current=current)
         for decided in decisions:
             self._context.send(sender, decided)
         if decisions:

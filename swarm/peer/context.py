@@ -119,6 +119,11 @@ class PeerContext:
             heard is not None and view.index(peer, heard) is None
         )
 
+    def living(self, number: int, stage: int | None) -> tuple[PeerId, ...]:
+        """Return the other live peers that can decide a round, or still have the decision."""
+        view = self.views.at(number, stage) or self.views.newest
+        return tuple(peer for peer in view.peers if peer != self.me and not self.gone(view, peer))
+
     def left(self, peer: PeerId) -> bool:
         """True if a member has said goodbye: it votes while needed, but contributes nothing."""
         return peer in self.leaving or not self.views.newest.lists(peer)
@@ -126,6 +131,12 @@ class PeerContext:
     def is_away(self, peer: PeerId, key: Key) -> bool:
         """True if another member has said that it contributes nothing to this round."""
         return key.round < self.away.get((peer, key.stream), 0)
+
+    def note_followed(self, peer: PeerId, stream: str, applied: int, *, current: bool) -> None:
+        """Note up to which round of a stream a peer has all, for the states that it may read, and
+        whether none is decided after that."""
+        for state in self.readers.states.values():
+            state.followed(peer, stream, applied, self.now(), current=current)
 
     def my_index(self, view: View) -> int | None:
         """Our member index in a view; None if we are not in it in this life, or gave it up."""

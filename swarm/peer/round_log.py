@@ -100,6 +100,10 @@ class StreamState:
         """The round after the newest."""
         return self.newest + self.stream.cadence.stride
 
+    def changes(self, stage: int | None) -> bool:
+        """Return whether the rounds change the state of a `stage` (None: of whole models)."""
+        return self.stream.wants == "all" and self.stream.stage == stage
+
     def entry(self, number: int) -> LoggedRound | None:
         """Return a decided round from the log or the old rounds before it, or None."""
         return self.log.get(number) or self.old_log.get(number)
@@ -132,11 +136,7 @@ class KeptRounds:
 
     @property
     def _states(self) -> list[StreamState]:
-        return [
-            state
-            for state in self._streams.values()
-            if state.stream.wants == "all" and state.stream.stage == self._stage
-        ]
+        return [state for state in self._streams.values() if state.changes(self._stage)]
 
     def lead_on(self, number: int) -> bool:
         """Return whether all rounds after this one are kept."""

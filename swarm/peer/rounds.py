@@ -186,12 +186,8 @@ class Rounds:
 
     def are_lost(self, stage: int | None = None) -> bool:
         """Return whether a round that `stage` needs next has left most logs."""
-        return any(
-            state.stream.wants == "all"
-            and state.stream.stage == stage
-            and self._catch_up.lost(state)
-            for state in self._streams.values()
-        )
+        states = self._streams.values()
+        return any(state.changes(stage) and self._catch_up.lost(state) for state in states)
 
     def reach(self, stage: int | None = None) -> int:
         """Return the earliest round from which logs can bring a state of `stage` up to date.
@@ -199,10 +195,7 @@ class Rounds:
         `stage` None is the whole model. The result is the start of this peer's own log. If others
         have forgotten a stream's next round, it is the start of their logs: otherwise another
         lagging peer could serve us the state that we already have."""
-        known = self._streams.values()
-        streams = [
-            state for state in known if state.stream.wants == "all" and state.stream.stage == stage
-        ]
+        streams = [state for state in self._streams.values() if state.changes(stage)]
         lost = [(state, said) for state in streams if (said := self._catch_up.lost(state))]
         if lost:
             return max(
@@ -256,20 +249,11 @@ class Rounds:
         ]
         for name, state in self._streams.items():
             waits += [
-                (Key(name, number), self._living(number, state.stream.stage), placed.ends_s)
+                (Key(name, number), self._context.living(number, state.stream.stage), placed.ends_s)
                 for number, placed in state.offers.items()
                 if placed.offer.key not in self.machines
             ]
         return waits
-
-    def _living(self, number: int, stage: int | None) -> tuple[PeerId, ...]:
-        """Return the live peers that can decide a round without us, or still have the decision."""
-        view = self._context.views.at(number, stage) or self._context.views.newest
-        return tuple(
-            peer
-            for peer in view.peers
-            if peer != self._context.me and not self._context.gone(view, peer)
-        )
 
     # what the peer's loops call
 
@@ -368,7 +352,7 @@ class OpenRounds:
         state.seen = max(state.seen, message.key.round)
         if isinstance(message, Offer):
             name = message.key.stream
-            self._context.readers.followed(sender, name, message.key.round - 1, True)
+            self._context.note_followed(sender, name, message.key.round - 1, current=True)
             if (sender, name) in self._context.away:
                 self._late.heard(sender, name)
         entry = state.log.get(message.key.round)

@@ -97,8 +97,7 @@ class ServedStates:
         self.by_name: dict[str, _Served] = {}
         self._context, readers = context, context.readers
         readers.asked, readers.read = self._heard, self._joins_by
-        readers.followed, readers.wanted = self._followed, self._wanted
-        readers.outgrown = self._let_go
+        readers.wanted, readers.outgrown = self._wanted, self._let_go
 
     def is_fresh(self, version: StateVersion) -> bool:
         """Return whether to offer a version that nobody reads, or from which no rounds lead on."""
@@ -136,12 +135,6 @@ class ServedStates:
             for name, served in self.by_name.items()
             for version in served.versions.kept
         )
-
-    def _followed(self, asker: PeerId, stream: str, applied: int, current: bool) -> None:
-        """Note how far a peer has come in the rounds of a stream."""
-        now_s = self._context.now()
-        for served in self.by_name.values():
-            served.versions.followed(asker, stream, applied, now_s, current=current)
 
     def _wanted(self, stream: str) -> tuple[int, int] | None:
         """Return the round of a stream after which readers need all, and the most bytes of them."""
@@ -193,12 +186,14 @@ class Snapshots:
         for each in versions.kept:  # of a state that another one has replaced
             each.stale = True
         self._states.by_name[name] = _Served(provide, version, versions, traffic)
+        self._context.readers.states[name] = versions
 
     def withdraw(self) -> None:
         """Stop serving: this peer's state is not the run's."""
         for name, served in self._states.by_name.items():
             self._states.release(name, served.versions.kept)
         self._states.by_name.clear()
+        self._context.readers.states.clear()
 
     def receive(self, sender: PeerId, message: StateQuery | StateOffer) -> None:
         """Answer a query, or note an offer."""

@@ -201,19 +201,21 @@ async def test_strangers_that_only_ask_are_remembered_up_to_a_bound_and_not_for_
 @in_a_world
 async def test_a_reader_has_ended_once_it_takes_part_in_rounds(world):
     host = Member(world, "a", Rounds())
-    readers = host.peer.context.readers
+    context = host.peer.context
     host.peer.snapshots.receive("reader", StateQuery(NAME))
     await asyncio.sleep(1.0)
-    readers.followed("reader", "outer", 9, True)
-    assert readers.wanted("outer")[0] == 0, "a member that reads a state may follow them, too"
+    context.note_followed("reader", "outer", 9, current=True)
+    assert context.readers.wanted("outer")[0] == 0, (
+        "a member that reads a state may follow them, too"
+    )
     for _ in range(4):
         await asyncio.sleep(READS_S / 3)
-        host.peer.context.chunks.receive("reader", Probe(0), b"")
-    readers.followed("reader", "another", 9, True)
-    readers.followed("reader", "outer", 4, False)
-    assert readers.wanted("outer")[0] == 4
-    readers.followed("reader", "outer", 9, True)
-    assert readers.wanted("outer") is None
+        context.chunks.receive("reader", Probe(0), b"")
+    context.note_followed("reader", "another", 9, current=True)
+    context.note_followed("reader", "outer", 4, current=False)
+    assert context.readers.wanted("outer")[0] == 4
+    context.note_followed("reader", "outer", 9, current=True)
+    assert context.readers.wanted("outer") is None
 
 
 @in_a_world
