@@ -30,6 +30,7 @@ MAX_DOUBLINGS = 6  # of the charge of a server whose calls time out in a row
 MAX_PEERS = 1024  # servers of one stage; as many bans are remembered
 WARMUP_TASKS = 8  # of a newcomer, which count more
 WARMUP_PENALTY = 2.0  # how many times as much
+TRIAL_CALLS = 3  # of a newcomer, before its speed is known: the first ones may be slow
 STALE_SLACK = 16  # maximum of stale heap entries, or the number of servers if more
 
 CallFailure = Literal["dial", "rpc", "deadline"]
@@ -55,12 +56,16 @@ class Ema:
     that is mostly the round trip: the server seems slow, and never gets the work that would show
     its speed. So (deviation) the time that the server reports counts, but never less than a share
     of the measured time: a server that reports too little gets too much work, but not all of it.
+
+    The mean begins with the median of the first `trial` calls; until then, nothing is known.
     """
 
+    trial: int = 1
     alpha: float = ALPHA
     _mean: float = 0.0
     _weight: float = 0.0
     _updated_s: float = -math.inf
+    _first: list[float] = field(default_factory=list)  # seconds per sample of the trial's calls
 
     def update(
         self, samples: float, started_s: float, now_s: float, took_s: float | None = None
@@ -69,18 +74,24 @@ class Ema:
         taken_s = max(0.0, now_s - max(started_s, self._updated_s))
         if took_s is not None:
             taken_s = max(min(took_s, now_s - started_s), taken_s / TOLD_TRUST)
-        self._weight += self.alpha * (1.0 - self._weight)
-        self._mean += (taken_s / samples - self._mean) * (self.alpha / self._weight)
         self._updated_s = max(self._updated_s, now_s)
+        per_sample = taken_s / samples
+        if len(self._first) < self.trial:
+            self._first.append(per_sample)
+            if len(self._first) < self.trial:
+                return
+            per_sample = statistics.median(self._first)
+        self._weight += self.alpha * (1.0 - self._weight)
+        self._mean += (per_sample - self._mean) * (self.alpha / self._weight)
 
     @property
     def seconds(self) -> float | None:
-        """Seconds per sample; None before the first call."""
+        """Seconds per sample; None before the trial is over."""
         return self._mean if self._weight else None
 
     @property
     def rate(self) -> float | None:
-        """Samples per second; None before the first call."""
+        """Samples per second; None before the trial is over."""
         return 1.0 / max(self._mean, MIN_SECONDS) if self._weight else None
 
 
@@ -111,11 +122,13 @@ class Balancer:
     of work.
 
     Deviations from the released code: a newcomer joins at the median charge, not the minimum, and
-    its first tasks count double; charges based on a guess are redone at the first measurement,
-    otherwise one early extra task would cost a fast server the next hundreds; an announced rate is
-    believed within a factor of the typical one; missed deadlines in a row double the charge, since
-    neither a ban nor a measurement would take work from a server that only lets calls time out; a
-    ban for a failed call also ends by time, so that there is always a moment to try again.
+    its first tasks count double; its speed is known after three calls, since a first one that took
+    seconds would charge it with minutes of the others' work; charges based on a guess are redone
+    at the first measurement, otherwise one early extra task would cost a fast server the next
+    hundreds; an announced rate is believed within a factor of the typical one; missed deadlines in
+    a row double the charge, since neither a ban nor a measurement would take work from a server
+    that only lets calls time out; a ban for a failed call also ends by time, so that there is
+    always a moment to try again.
     """
 
     def __init__(self, chance: random.Random) -> None:
@@ -157,7 +170,7 @@ class Balancer:
         if (server := self._servers.get(peer)) is not None:
             server.ema.update(task_size, started_s, now_s, took_s)
             server.deadlines = 0
-            if server.guessed:
+            if server.guessed and server.ema.rate is not None:
                 server.charge += server.guessed_samples / self._rate(server) - server.guessed
                 server.guessed = server.guessed_samples = 0.0
                 self._enter(peer)
@@ -194,8 +207,10 @@ class Balancer:
         level, are_first = self._level(), not self._servers
         for peer, record in newest.items():
             if peer not in self._servers:
-                warmup = 0 if are_first else WARMUP_TASKS
-                self._servers[peer] = _Server(record.sequence, _sane(record.rate), level, warmup)
+                warmup, trial = (0, 1) if are_first else (WARMUP_TASKS, TRIAL_CALLS)
+                known = _Server(record.sequence, _sane(record.rate), level, warmup)
+                known.ema.trial = trial
+                self._servers[peer] = known
                 self._enter(peer)
             elif record.sequence > self._servers[peer].sequence:
                 self._servers[peer].sequence = record.sequence

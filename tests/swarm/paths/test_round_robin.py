@@ -323,6 +323,48 @@ def test_a_server_that_is_gone_is_never_chosen_until_it_is_back():
     assert visits(balancer, 40)["a"] > 10
 
 
+def starting(first_s, slow_s=0.0, old=("a",), minutes=5):
+    """The times at which a newcomer is asked, of 8 calls at a time to servers of one speed, where
+    it takes `first_s` for its first call and for all in its first `slow_s`. It comes at 30 s."""
+    balancer, free_s, out, asked_s = Balancer(random.Random(0)), collections.Counter(), [], []
+    known = [Announced(peer, 1) for peer in old]
+    balancer.refresh(known, 0.0)
+
+    def ask(number, now_s):
+        peer, took_s = balancer.choose(1.0, now_s), 0.05
+        if peer == "new":
+            took_s = first_s if not asked_s or now_s < 30.0 + slow_s else took_s
+            asked_s.append(now_s)
+        free_s[peer] = max(free_s[peer], now_s) + took_s
+        heapq.heappush(out, (free_s[peer], number, peer, now_s, took_s))
+
+    for number in range(8):
+        ask(number, 0.0)
+    for number in itertools.count(8):
+        now_s, _, peer, started_s, took_s = heapq.heappop(out)
+        if now_s > 60.0 * minutes:
+            return asked_s
+        if now_s > 30.0 and len(known) == len(old):
+            known.append(Announced("new", 1))
+            balancer.refresh(known, now_s)
+        balancer.finished(peer, 1.0, started_s, now_s, took_s)
+        ask(number, now_s)
+
+
+@pytest.mark.parametrize(("first_s", "old"), [(2.0, "a"), (5.0, "a"), (5.0, "abc")])
+def test_a_newcomer_whose_first_call_takes_seconds_has_its_share_soon_after(first_s, old):
+    asked_s = starting(first_s, old=tuple(old))
+    ready_s = 30.0 + first_s
+    early = [at_s for at_s in asked_s if ready_s <= at_s < ready_s + 20.0]
+    assert len(early) > 0.9 * 20.0 / 0.05
+
+
+def test_a_newcomer_that_is_slow_pays_for_its_trial_too():
+    asked_s = starting(5.0, slow_s=math.inf)
+    assert len(asked_s) <= 270 / 5.0 + 8, "as many as it can serve, and a window"
+    assert len([at_s for at_s in asked_s if at_s > 150.0]) == pytest.approx(150 / 5.0, abs=3)
+
+
 def test_a_newcomer_joins_at_the_median_charge():
     balancer = stage({"a": 1.0, "b": 1.0, "c": 1.0})
     balancer.choose(2.0, 0.0, exclude=("a", "c"))
