@@ -79,11 +79,20 @@ _PARTS = [
         "real processes",
         (
             "tests/experiments/bench/",
-            "tests/net/",
+            "tests/net/test_a",
+            "tests/net/test_d",
+            "tests/net/test_e",
+            "tests/net/test_f",
+            "tests/net/test_i",
+            "tests/net/test_mixed",
+            "tests/net/test_more_examples",
+            "tests/net/test_p",
+            "tests/net/test_r",
             "tests/node/assembly/test_followers.py",
             "tests/test_packaging.py",
         ),
     ),
+    LongPart("models that transformers has made, at size", ("tests/net/test_models_at_size.py",)),
 ]
 LONG = {f"long-{number}": part for number, part in enumerate(_PARTS, 1)}
 
