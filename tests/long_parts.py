@@ -30,6 +30,7 @@ class LongPart:
 
 SEEDS = "tests/sim/test_seeds.py::test_two_thousand_seeds_violate_nothing"
 CHURN = "tests/sim/test_pipeline.py::test_two_hundred_seeds_of_a_swarm_of_24_with_churn"
+SIZE = "tests/net/test_models_at_size.py::test"
 _PARTS = [
     LongPart(
         "everyday tests of hypothesis, with more examples, new in each run",
@@ -92,7 +93,8 @@ _PARTS = [
             "tests/test_packaging.py",
         ),
     ),
-    LongPart("models that transformers has made, at size", ("tests/net/test_models_at_size.py",)),
+    LongPart("models that transformers has made, at size, in three stages", (f"{SIZE}_three",)),
+    LongPart("the same models whole, with a joiner", (f"{SIZE}_a_joiner",)),
 ]
 LONG = {f"long-{number}": part for number, part in enumerate(_PARTS, 1)}
 

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(LIMIT_S)]
 SEQ, SEQUENCES, STEPS = 32, 64, 200
 TOKENS = STEPS * 2 * SEQ
 CLOSE = 1e-4
+SAVED_S = 60  # a checkpoint has hundreds of megabytes
 SIZES = {
     "vocab_size": 260,
     "hidden_size": 512,
@@ -128,6 +129,7 @@ def theirs(folder, content):
 
 def founded(run, text, content, **terms):
     """Start a run; return its founder, who alone has the model and the data."""
+    run.saved_s = SAVED_S
     terms |= {"seq": SEQ, "sequences": SEQUENCES, "tokens": TOKENS}
     (run.folder / "run.toml").write_text(text.format(**terms))
     founder = run.start("founder", "run", run.folder / "run.toml", "--data", content.folder)
