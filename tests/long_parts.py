@@ -30,7 +30,7 @@ class LongPart:
 
 SEEDS = "tests/sim/test_seeds.py::test_two_thousand_seeds_violate_nothing"
 CHURN = "tests/sim/test_pipeline.py::test_two_hundred_seeds_of_a_swarm_of_24_with_churn"
-SIZE = "tests/net/test_models_at_size.py::test"
+SIZE = "tests/net/at_size/test_models.py::test"
 _PARTS = [
     LongPart(
         "everyday tests of hypothesis, with more examples, new in each run",

@@ -118,7 +118,7 @@ def test_a_liar_is_seen_with_both_names_when_a_second_member_was_drawn(monkeypat
 
     @evaluated(2)
     async def main(run):
-        run.nodes[1].meter.lie = -0.4
+        run.nodes[1].meter.lie = -2.0
         with caplog.at_level(logging.WARNING):
             await until(lambda: run.nodes[0].evaluator.watch.difference, 100, "the difference")
         said = run.nodes[0].evaluator.watch.difference
