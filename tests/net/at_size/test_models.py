@@ -138,9 +138,13 @@ def founded(run, text, content, **terms):
 
 
 def are_done(nodes):
-    """Wait until they have ended a run that may take longer than one wait does."""
-    for part in range(1, 20):
-        nodes[0].reaches(lambda status, part=part: status["tokens"] >= part * TOKENS // 20)
+    """Wait until they have ended a run that takes longer than one wait may: step by step."""
+    step, nearly = -1, TOKENS * 9 // 10
+    while step is not None:
+        status = nodes[0].reaches(
+            lambda status, step=step: status["step"] > step or status["tokens"] >= nearly
+        )
+        step = status["step"] if status["tokens"] < nearly else None
     for node in nodes:
         node.is_done()
 
