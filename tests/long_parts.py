@@ -30,6 +30,7 @@ class LongPart:
 
 SEEDS = "tests/sim/test_seeds.py::test_two_thousand_seeds_violate_nothing"
 CHURN = "tests/sim/test_pipeline.py::test_two_hundred_seeds_of_a_swarm_of_24_with_churn"
+SIZE = "tests/net/at_size/test_models.py::test"
 _PARTS = [
     LongPart(
         "everyday tests of hypothesis, with more examples, new in each run",
@@ -79,11 +80,21 @@ _PARTS = [
         "real processes",
         (
             "tests/experiments/bench/",
-            "tests/net/",
+            "tests/net/test_a",
+            "tests/net/test_d",
+            "tests/net/test_e",
+            "tests/net/test_f",
+            "tests/net/test_i",
+            "tests/net/test_mixed",
+            "tests/net/test_more_examples",
+            "tests/net/test_p",
+            "tests/net/test_r",
             "tests/node/assembly/test_followers.py",
             "tests/test_packaging.py",
         ),
     ),
+    LongPart("models that transformers has made, at size, in three stages", (f"{SIZE}_three",)),
+    LongPart("the same models whole, with a joiner", (f"{SIZE}_a_joiner",)),
 ]
 LONG = {f"long-{number}": part for number, part in enumerate(_PARTS, 1)}
 

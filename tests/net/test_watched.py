@@ -1,4 +1,5 @@
-"""Real nodes are watched: the same measures are in CSV, in TensorBoard's files, at Prometheus."""
+"""Real nodes are watched: the same measures are in CSV, in TensorBoard's files, at Prometheus, and
+one evaluation is the same for all members."""
 
 import re
 import urllib.request
@@ -8,7 +9,7 @@ from worlds.node_processes import STEP, described
 from worlds.waiting import until_real
 
 from farflock.node.run.manifest import resolve
-from farflock.node.sinks.csv_file import read_measures
+from farflock.node.sinks.csv_file import FILE, read_measures
 from farflock.node.sinks.measures import numbers, prometheus_name
 
 pytestmark = pytest.mark.net
@@ -24,12 +25,13 @@ WHOLE = resolve(
         "train": {"batch": 4, "seq": 32},
         "method": {"name": "diloco", "options": {"period": 5}},
         "exchange": {"view_s": 2.0, "deadline_s": 6.0, "start_peers": 2},
+        "evaluation": {"every": 10**6, "sequences": 32},
     }
 )
 
 
 def served(node):
-    """What Prometheus sees of a node, by name, once the node has trained; its loss is there too."""
+    """What Prometheus sees of a node, by name, once the node has a loss and knows an evaluation."""
     from prometheus_client.parser import text_string_to_metric_families
 
     def fetched():
@@ -39,7 +41,8 @@ def served(node):
         with urllib.request.urlopen(found[-1], timeout=60) as answer:
             families = text_string_to_metric_families(answer.read().decode())
             samples = {each.name: each.value for family in families for each in family.samples}
-        return samples if prometheus_name("loss") in samples else None
+        wanted = prometheus_name("loss"), prometheus_name("evaluation_loss")
+        return samples if samples.keys() >= set(wanted) else None
 
     return until_real(fetched, "measures at Prometheus", node.told)
 
@@ -67,19 +70,40 @@ def agree(node, samples):
     return rows
 
 
-def test_whole_replicas_say_the_same_everywhere(run):
+def evaluated(values):
+    """What measures say of the newest evaluation."""
+    return {name: value for name, value in values.items() if "evaluation" in name}
+
+
+def test_whole_replicas_say_the_same_everywhere_and_a_full_disk_stops_none(run):
     run.brake(STEP_S)
     (run.folder / "run.toml").write_bytes(WHOLE.canonical())
     founder = run.start("founder", "run", run.folder / "run.toml", *WATCHED)
     run.invite = founder.reaches(lambda status: status["invite"])["invite"]
-    joiner = run.join("joiner", *WATCHED)
+    (run.folder / "full").mkdir()
+    (run.folder / "full" / FILE).symlink_to("/dev/full")
+    joiner, full = run.join("joiner", *WATCHED), run.join("full", *WATCHED)
+    nodes = founder, joiner, full
     joiner.reaches(lambda status: status["rounds"].get("ok", 0) > 1)
-    first, other = served(founder), served(joiner)
-    assert first[prometheus_name("peers")] == other[prometheus_name("peers")] == 2
-    founder.leaves()
-    joiner.leaves()
-    assert agree(founder, first)[-1].rounds_ok > 0
-    agree(joiner, other)
+    full.reaches(lambda status: status["evaluation"] and status["step"] > 20)
+    samples = [served(node) for node in nodes]
+    assert samples[0][prometheus_name("peers")] >= 2
+
+    said = [node.status()["evaluation"] for node in nodes]
+    assert [each["round"] for each in said] == [0, 0, 0]
+    assert said[0]["loss"] == said[1]["loss"] == said[2]["loss"]
+    assert evaluated(samples[0]) == evaluated(samples[1]) == evaluated(samples[2])
+    assert samples[0][prometheus_name("evaluation_loss")] == said[0]["loss"]
+
+    for node in nodes:
+        node.leaves()
+    rows = agree(founder, samples[0])
+    assert rows[-1].rounds_ok > 0
+    assert evaluated(numbers(rows[-1])) == evaluated(numbers(agree(joiner, samples[1])[-1]))
+    drawn_there = {name: pytest.approx(x) for name, x in evaluated(numbers(rows[-1])).items()}
+    assert evaluated(drawn(full)[0]) == drawn_there
+    assert full.log.count(f"{FILE} does not get all measures, training goes on: ") == 1
+    assert "No space left on device" in full.log
 
 
 @pytest.mark.ci_more

@@ -55,7 +55,7 @@ def described(peers, steps, stages=3, method="ddp", options=None, **terms):
 class Node:
     """One command in a process of its own, and what it leaves in its folder."""
 
-    def __init__(self, popen, folder, brake, *words, command=COMMAND):
+    def __init__(self, popen, folder, brake, *words, saved_s=5, command=COMMAND):
         folder.mkdir(exist_ok=True)
         self.folder = folder
         with (folder / "log.txt").open("ab") as log:
@@ -66,7 +66,7 @@ class Node:
                     "--folder",
                     str(folder),
                     "--checkpoint-every",
-                    "5",
+                    str(saved_s),
                     "--json",
                 ],
                 cwd=ROOT,
@@ -143,14 +143,15 @@ class Node:
 
 
 class Run:
-    """All processes of one run, ended with the test."""
+    """All processes of one run, ended with the test; each is saved every `saved_s` seconds."""
 
     def __init__(self, popen, folder):
-        self._popen, self.folder, self.nodes = popen, folder, []
+        self._popen, self.folder, self.nodes, self.saved_s = popen, folder, [], 5
 
     def start(self, name, *words, command=COMMAND):
         brake = self.folder / "brake"
-        self.nodes.append(Node(self._popen, self.folder / name, brake, *words, command=command))
+        given = self._popen, self.folder / name, brake
+        self.nodes.append(Node(*given, *words, saved_s=self.saved_s, command=command))
         return self.nodes[-1]
 
     def brake(self, step_s):

@@ -84,11 +84,11 @@ class StageDirectory:
 
     def tokens(self) -> int:
         """Return the run's tokens at the slowest stage: agreed tokens divided by the stage's
-        share."""
-        return min(
-            int(self._peer.rounds.tokens(stream.name) / stream.share)
-            for stream in self.streams.values()
-        )
+        share. They are 0 while the state of a stage is on its way here."""
+        rounds = self._peer.rounds
+        if any(stream.name not in rounds.streams for stream in self.streams.values()):
+            return 0
+        return min(int(rounds.tokens(each.name) / each.share) for each in self.streams.values())
 
     def serving(self) -> StageServers:
         """Return the servers not known to be gone; the same object as long as nothing changes."""

@@ -9,7 +9,7 @@ import pytest
 
 from farflock.node.cli.live import LINE_EVERY_SHOWS, live, watching
 from farflock.node.demo.demo import Child, Moment
-from farflock.node.process.status import PartnerStatus, Status, Waiting
+from farflock.node.process.status import EvaluationStatus, PartnerStatus, Status, Waiting
 
 ME, OTHER, THIRD = (f"12D3KooW{name}" for name in ("memememe", "otherone", "thirdone"))
 STATUS = Status(
@@ -57,6 +57,14 @@ def test_without_a_terminal_a_node_is_one_line(capsys):
     assert line.startswith("farflock join: ")
     for word in (*SAID, "step 1,200", "loss 3.142", "sent 1.5 MB"):
         assert word in line
+
+
+def test_the_newest_evaluation_is_shown(terminal):
+    evaluation = EvaluationStatus(4, OTHER, 2.5, 0.125, 3.25, 400)
+    look = terminal()
+    with watching("t") as show:
+        show(msgspec.structs.replace(STATUS, evaluation=evaluation))
+    assert "2.500 ± 0.125 nats a token, 3.250 bits a byte" in look()
 
 
 def test_lines_come_with_progress_with_news_and_now_and_then(capsys):

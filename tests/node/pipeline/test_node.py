@@ -385,6 +385,14 @@ def test_a_life_that_is_over_says_why_and_where_to():
     assert (str(over), over.stage) == ("goes from stage 1 to stage 2", 2)
 
 
+def test_a_node_whose_state_is_on_its_way_has_no_tokens_yet():
+    found = []
+    one = audit((PeerRole(0, trains=True), PeerRole(1)), plan(BATCH * TOKENS), 2)
+    one.watch = lambda number, node: found.append(node.tokens)
+    one.run()
+    assert found == [0, 0]
+
+
 # the run's end
 
 

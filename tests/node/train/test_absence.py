@@ -61,6 +61,28 @@ def test_while_one_is_away_for_30_rounds_the_others_keep_their_pace_and_it_stays
     main()
 
 
+@evaluated(3, every=40)
+async def test_while_one_evaluates_for_30_rounds_the_others_keep_their_pace_and_it_stays_in(run):
+    await rounds_in(run.nodes[0], 10)
+    before = await rounds_in(run.nodes[0], AWAY_S)
+    copies = {node: node.meter.copies for node in run.nodes}
+    for node in run.nodes:
+        node.meter.seconds = AWAY_S
+    await until(lambda: any(node.meter.copies > copies[node] for node in run.nodes), 60, "a turn")
+    (drawn,) = (node for node in run.nodes if node.meter.copies > copies[node])
+    mates = [node for node in run.nodes if node is not drawn]
+    number = drawn.next
+    assert await rounds_in(mates[0], AWAY_S) >= 0.95 * before
+    await rounds_in(mates[0], 10)
+    assert all((number, drawn.id) in node.known for node in run.nodes), "all know its value"
+    assert not [kind for _, kind, _ in drawn.events if kind == "adopt"], "it stays in"
+    counted = [at for at, parts in mates[0].rounds().items() if drawn.id in parts and at >= number]
+    measured_until = min(at for at in counted)
+    assert measured_until - number >= 0.95 * before, "it contributed nothing meanwhile"
+    assert counted == list(range(measured_until, counted[-1] + 1)), "and to each round since"
+    assert drawn.evaluations[-1]["by"] == drawn.id
+
+
 @evaluated(3, every=10**6)
 async def test_an_absence_that_ends_within_a_round_costs_no_contribution(run):
     mate, away = run.nodes[0], run.nodes[1]

@@ -118,13 +118,18 @@ def test_a_liar_is_seen_with_both_names_when_a_second_member_was_drawn(monkeypat
 
     @evaluated(2)
     async def main(run):
-        run.nodes[1].meter.lie = -0.4
+        run.nodes[1].meter.lie = -2.0
         with caplog.at_level(logging.WARNING):
             await until(lambda: run.nodes[0].evaluator.watch.difference, 100, "the difference")
         said = run.nodes[0].evaluator.watch.difference
         assert all(node.id in said for node in run.nodes)
         assert said in caplog.messages
-        assert "difference" in {kind for _, kind, _ in run.nodes[0].events}
+        await settled(run, 6)
+        for node in run.nodes:
+            told = collections.Counter(each["round"] for each in node.evaluations if each["round"])
+            seen = {fields["round"] for _, kind, fields in node.events if kind == "difference"}
+            assert seen == {number for number, values in told.items() if values == 2}
+            assert len(seen) >= 4
 
     main()
 

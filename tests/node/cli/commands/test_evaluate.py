@@ -146,15 +146,19 @@ def test_without_the_harness_the_package_is_named(farflock, saved, monkeypatch):
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
-    """A folder with a task of one example; `make compat` has what runs it."""
+    """A folder with a task of a few examples; `make compat` has what runs it."""
     pytest.importorskip("lm_eval")
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "tasks"
     folder.mkdir()
-    example = {"question": "2 + 2 =", "options": [" 4", " 5"], "answer": 0}
-    (folder / "examples.jsonl").write_bytes(msgspec.json.encode(example))
+    examples = [
+        {"question": f"{number} + 2 =", "options": [f" {number + 2}", " 5", "1"], "answer": answer}
+        for number in range(10)
+        for answer in range(3)
+    ]
+    (folder / "examples.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, examples)))
     (folder / "own.yaml").write_text(TASK.format(data=folder / "examples.jsonl"))
     return folder
 
@@ -170,4 +174,27 @@ def test_scores_of_a_local_task_are_printed(farflock, saved, tasks):
     (said,) = map(json.loads, out.splitlines())
     assert said["model"] == str(saved)
     assert [(one["task"], one["metric"]) for one in said["scores"]] == [("own", "acc")]
-    assert said["scores"][0]["value"] in (0.0, 1.0)
+    assert 0 <= said["scores"][0]["value"] <= 1
+
+
+@pytest.mark.net
+def test_a_task_has_one_score_through_transformers_and_by_the_command(farflock, exported, tasks):
+    pytest.importorskip("accelerate")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    theirs = simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(exported), "dtype": "float32"},
+        tasks=["own"],
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        device="cpu",
+        bootstrap_iters=0,
+        log_samples=False,
+    )
+    words = ("evaluate", exported, "--tasks", "own", "--include-path", tasks, "--device", "cpu")
+    code, out, _ = farflock(*words, "--json")
+    assert code == 0
+    (found,) = json.loads(out.splitlines()[-1])["scores"]
+    assert 0 < found["value"] < 1
+    assert found["value"] == theirs["results"]["own"]["acc,none"]

@@ -7,11 +7,15 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 import torch
-from worlds.model_folder import SPLIT, write_model
+from safetensors.torch import save
+from worlds.model_folder import SPLIT, weights_of, write_model
 from worlds.waiting import completed
+
+from farflock.node.model.hf_config import hugging_face_config
 
 ROOT = Path(__file__).parents[4]
 
@@ -114,6 +118,20 @@ def test_the_dry_run_says_what_a_model_to_start_from_takes(farflock, manifest, t
     assert again["start"]["stored_bytes"] is None
 
 
+NORM = "model.norm.weight"
+
+
+def weights(changed=None, cut=0):
+    """The bytes of a model's file in which some tensors are others, and the last ones are lost."""
+    whole = save(weights_of(SPLIT) | (changed or {}), {"format": "pt"})
+    return whole[: len(whole) - cut]
+
+
+def shape(**changes):
+    """The bytes of a configuration in which some sizes are others."""
+    return msgspec.json.encode(hugging_face_config(msgspec.structs.replace(SPLIT, **changes)))
+
+
 @pytest.mark.parametrize(
     ("file", "content", "named"),
     [
@@ -127,6 +145,16 @@ def test_the_dry_run_says_what_a_model_to_start_from_takes(farflock, manifest, t
         ),
         ("model.safetensors", b"\xff" * 8, "claims a head of"),
         ("model.safetensors", None, "it has no weights"),
+        ("model.safetensors", weights(cut=100), "copy the file again, whole"),
+        (
+            "model.safetensors",
+            weights({f"more.{number}": torch.ones(2) for number in range(4)}),
+            "4 tensors belong to no part of the model (more.0, more.1, more.2, …)",
+        ),
+        ("model.safetensors", weights({NORM: torch.ones(5)}), "1 tensors have another shape"),
+        ("model.safetensors", weights({NORM: torch.ones(24).int()}), "is of type 'I32'"),
+        ("config.json", shape(vocab_size=200), "the tokenizer 'bytes' has 256 tokens"),
+        ("config.json", shape(vocab_size=300), "tensors have another shape (lm_head.weight"),
     ],
 )
 def test_a_bad_model_is_one_sentence_before_anything_starts(
