@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from farflock.node.library.parameter_watch import ParameterWatch
 from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest, OptimizerNode
 from farflock.node.library.rank_calls import RankFacts, is_grouped, rank_calls, unwrapped
 from farflock.node.library.remembered import recall, remember
+from farflock.node.library.run_options import RunOptions
 from farflock.node.library.scheduled import tell_of_late_start
 from farflock.node.library.step_gradients import Held, asked_by_a_scaler, kept, take_scale
 from farflock.node.library.swarm_status import SwarmStatus, status_of
@@ -120,7 +121,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         folder: Path | None = None,
         outer_state: Literal["host", "disk", "device"] = "host",
         on_jump: OnJump | None = None,
-        **options: Any,  # noqa: ANN401 - the method's constructor checks them
+        **options: Unpack[RunOptions],
     ) -> None:
         self._ranks = rank_calls(partial(_facts_of, self))
         with self._ranks.together() as leads:
@@ -144,7 +145,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
             if leads:
                 self._replica.storage = _storage(outer_state, model, folder)
                 theirs = fingerprint(model, self._inner, listed)
-                name, spelt_out = spelt(method, options)
+                name, spelt_out = spelt(method, dict(options))
                 wished = wish(theirs, name, {"name": run, "seed": seed}, spelt_out)
                 if not isinstance(invite, str):  # a joining peer learns the run's terms later
                     require_founded(wished, self._inner, self._replica, buffers)
