@@ -18,6 +18,7 @@ from farflock.swarm.record import Record
 
 _KEYS = struct.Struct(">32s32s")
 _PORTS = struct.Struct(">HHH")
+KEYS_BYTES = _KEYS.size
 PACKED_BYTES = _KEYS.size + 4 + _PORTS.size
 PACKED_IP6_BYTES = _KEYS.size + 16 + _PORTS.size
 _PLACE = re.compile(r"(/ip4/[0-9.]{7,15}|/ip6/[0-9a-fA-F:.]{2,45})/tcp/([0-9]{1,5})")

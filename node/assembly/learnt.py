@@ -16,7 +16,7 @@ import msgspec
 from farflock.node.assembly.peer_world import PeerWorld
 from farflock.node.errors import RefusedByRun
 from farflock.node.run.head import Head, require_same_protocol, run_id, unseal_head
-from farflock.node.run.invite import Invite
+from farflock.node.run.invite import Invite, founder_of
 from farflock.swarm.contact import Contact
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import Terms
@@ -114,9 +114,9 @@ async def learn_terms(
                 told = await _asked(world, invite, ends_s - now())
                 text = None if told is None else await _fetched(world.links, invite.run, told)
                 if told is not None and text is not None:
-                    _require_run(text, invite)
+                    _require_run(text, told.head)
                     return LearntTerms(
-                        invite.run, invite.founder, text, told.blob, told.records, invite.members
+                        invite.run, told.head.founder, text, told.blob, told.records, invite.members
                     )
                 await asyncio.sleep(LOOK_EVERY_S)
     raise RefusedByRun(
@@ -166,8 +166,8 @@ async def _fetched(links: Links, run: str, told: _Told) -> bytes | None:
     return await fetch_chunk(links, run, digest, size, members, FETCH_TIMEOUT_S)
 
 
-def _require_run(text: bytes, invite: Invite) -> None:
-    if run_id(text, invite.founder) != invite.run:
+def _require_run(text: bytes, head: Head) -> None:
+    if run_id(text, head.founder) != head.run:
         raise RefusedByRun(
             "the members sent the manifest of another run",
             "its hash does not match the invite",
@@ -181,10 +181,8 @@ def _head_of(blob: bytes, invite: Invite) -> Head | None:
         head = unseal_head(blob)
     except ValueError:
         return None
-    fits = (
-        head.run == invite.run and head.founder == invite.founder and head.size <= MAX_TERMS_BYTES
-    )
-    return head if fits else None
+    same = head.run == invite.run and founder_of(head.founder) == invite.founder
+    return head if same and head.size <= MAX_TERMS_BYTES else None
 
 
 def known_members(links: Links, records: Sequence[bytes], run: str) -> list[PeerId]:

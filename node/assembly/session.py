@@ -17,7 +17,7 @@ from farflock.node.assembly.known_run import KnownRun, keep_terms
 from farflock.node.assembly.part import Part
 from farflock.node.assembly.peer_world import PeerWorld, peer_over
 from farflock.node.errors import Failure, RefusedByRun, Usage
-from farflock.node.run.invite import MAX_MEMBERS, MAX_NAME_BYTES, Invite, mint, parse
+from farflock.node.run.invite import MAX_MEMBERS, Invite, fitting_name, founder_of, mint, parse
 from farflock.node.state.kept_chunks import DownloadFolder
 from farflock.node.state.kept_records import KeptRecords
 from farflock.node.state.kept_views import KeptViews
@@ -160,8 +160,8 @@ class Session:
         members = tuple(reversed(distinct.values()))[:MAX_MEMBERS]
         ends_s = self.world.clock.now_s() + INVITE_LASTS_S
         ends = math.ceil(ends_s / INVITE_ROUND_S) * INVITE_ROUND_S
-        name = self.known.manifest.run.name[:MAX_NAME_BYTES]
-        return Invite(self.known.run, self.known.founder, members, name, ends)
+        name = fitting_name(self.known.manifest.run.name, members)
+        return Invite(self.known.run, founder_of(self.known.founder), members, name, ends)
 
     def _say_full(self) -> None:
         """Say that the run has no room; raise `RefusedByRun` if this peer does not wait for it."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from farflock.node.errors import Usage
 from farflock.node.library.loop_measures import BUFFERS
-from farflock.node.library.rank_calls import is_grouped
 from farflock.node.model.plain_names import in_plain_names
+from farflock.node.model.ranks import Order, Ranks
 from farflock.optimizers.method import (
     All,
     Exchange,
@@ -32,21 +32,55 @@ AVERAGE = "average"
 
 
 class AveragedBuffers:
-    """The buffers of a model that are averaged: those of floats in its state dict."""
+    """The buffers of a model that are averaged: those of floats in its state dict.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.agreed = self.read()
+    If several processes are one peer, the leader of these `ranks` reads their mean and sets all."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks | None = None) -> None:
+        self._model, self._ranks = model, ranks
+        self.agreed = self._own()
 
     def read(self) -> dict[str, Tensor]:
         """Return float32 copies on the CPU."""
-        found = self._found().items()
-        return {name: x.detach().to("cpu", torch.float32, copy=True) for name, x in found}
+        own = self._own()
+        if self._ranks is not None:
+            with self._ranks.call(Order("read buffers")):
+                for values in own.values():
+                    self._ranks.average(values)
+        return own
 
-    @torch.no_grad()
     def agree(self, values: Tensors) -> None:
         """Set all of them to what the peers have agreed on."""
-        self.agreed = dict(values)
+        self.agreed = {name: x.contiguous() for name, x in values.items()}
+        if self._ranks is not None:
+            with self._ranks.call(Order("set buffers")):
+                for agreed in self.agreed.values():
+                    self._ranks.broadcast(agreed)
+        self._put()
+
+    def obey(self, order: Order) -> bool:
+        """Do a follower's part of such a call; return False if it is another one."""
+        if order.act not in ("read buffers", "set buffers") or self._ranks is None:
+            return False
+        own = self._own()
+        for values in own.values():
+            if order.act == "read buffers":
+                self._ranks.average(values)
+            else:
+                self._ranks.broadcast(values)
+        if order.act == "set buffers":
+            self.agreed = own
+            self._put()
+        return True
+
+    def _own(self) -> dict[str, Tensor]:
+        found = self._found().items()
+        return {
+            name: x.detach().to("cpu", torch.float32, copy=True).contiguous() for name, x in found
+        }
+
+    @torch.no_grad()
+    def _put(self) -> None:
         for name, x in self._found().items():
             x.copy_(self.agreed[name])
 
@@ -57,16 +91,16 @@ class AveragedBuffers:
         return {name: x for name, x in in_plain_names(named).items() if x.is_floating_point()}
 
 
-def averaged_buffers(model: nn.Module, wished: str | None) -> AveragedBuffers | None:
+def averaged_buffers(
+    model: nn.Module, wished: str | None, ranks: Ranks | None = None
+) -> AveragedBuffers | None:
     """Return the buffers to average, or None; raise `Usage` for a wish that cannot be met."""
     if wished is None:
         return None
     what = f"buffers={wished!r:.40}"
     if wished != AVERAGE:
         raise Usage(what, "no such choice is known", f"choose {AVERAGE!r}, or leave it out")
-    if is_grouped():
-        raise Usage(what, "several processes are one peer", "leave it out, or use SyncBatchNorm")
-    found = AveragedBuffers(model)
+    found = AveragedBuffers(model, ranks)
     for name, x in found.agreed.items():
         if not bool(torch.isfinite(x).all()):
             why = f"buffer {name} has values that are not finite"

@@ -6,18 +6,20 @@ values. How far it went is measured on a few values of the model.
 """
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from farflock.node.errors import Usage
 from farflock.node.library.presence import OptimizerNode
 from farflock.node.library.telling import tell
-from farflock.node.model.replica import PlainReplica
+from farflock.node.model.replica import PlainReplica, in_memory_order
 from farflock.node.train.ending import start_over
 from farflock.optimizers.parts.blocks import as_real
 
@@ -26,6 +28,7 @@ OnJump = Literal["refuse", "adopt", "keep"]
 CHOICES = ("refuse", "adopt", "keep")
 SAMPLED = 32  # parameters
 VALUES = 1024  # of these together
+MAX_SAID = 300  # characters of a name or a refusal that another process tells
 TRAINERS = ("transformers.trainer", "lightning.", "pytorch_lightning.")
 
 
@@ -37,6 +40,21 @@ class _Mark(NamedTuple):
     address: int
 
 
+class WeightChange(msgspec.Struct, frozen=True):
+    """Weights that were changed outside of a step: the first one's name ("": none is known), how
+    far all went, and how far the last whole round did (infinitely, if there was none)."""
+
+    name: str = ""
+    moved: float = 0.0
+    by_round: float = math.inf
+
+    def beside(self, other: "WeightChange") -> "WeightChange":
+        """Return the change of both, which are of different rows of the same parameters."""
+        name = self.name if self.moved else other.name
+        moved = math.hypot(self.moved, other.moved)
+        return WeightChange(name, moved, math.hypot(self.by_round, other.by_round))
+
+
 class JumpWatch:
     """The weights of a model at the end of the last step; of shards, the rows of this process."""
 
@@ -46,7 +64,7 @@ class JumpWatch:
         self._views: list[Tensor] = []
         self._round: object = None
         self.mark()
-        self._ends: tuple[Tensor, ...] = (self._seen,)  # of the last two rounds: at most one whole
+        self._end, self._by_round = self._seen, math.inf  # of the last round, and how far it went
 
     def mark(self, last_round: object = None) -> None:
         """Note the present weights: a step is over, and this was the last round."""
@@ -55,7 +73,8 @@ class JumpWatch:
             self._views = _views(self._parameters.values())
         self._marks, self._seen = marks, self._sample()
         if last_round is not self._round:
-            self._round, self._ends = last_round, (self._ends[-1], self._seen)
+            self._by_round = _distance(self._end, self._seen)
+            self._round, self._end = last_round, self._seen
 
     def changed(self) -> str | None:
         """Return the first parameter that was changed since the last mark, or None."""
@@ -69,16 +88,18 @@ class JumpWatch:
         self._views = _views(self._parameters.values())
         return _distance(self._sample(), self._seen)
 
+    def change(self) -> WeightChange:
+        """Return what was changed since the last mark."""
+        name = self.changed()
+        moved = 0.0 if name is None else self.moved()
+        return WeightChange((name or "")[:MAX_SAID], moved, self._by_round)
+
     def with_gradients(self, work: Callable[[], object]) -> None:
         """Do work that drops the gradients, and put them back."""
         held = {name: x.grad.clone() for name, x in self._parameters.items() if x.grad is not None}
         work()
         for name, gradient in held.items():
             self._parameters[name].grad = gradient
-
-    def is_far(self, moved: float) -> bool:
-        """Return whether this is farther than the last whole round went."""
-        return len(self._ends) == 2 and moved > _distance(*self._ends)
 
     def _sample(self) -> Tensor:
         return torch.cat(self._views) if self._views else torch.empty(0, dtype=torch.float32)
@@ -96,25 +117,26 @@ class Jumps:
 
     def answer(
         self,
+        change: WeightChange,
         here: OptimizerNode,
         is_first: bool,
         call: Callable[..., Any],
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> bool:
-        """Do what the program wishes if it has changed weights since the last step; return True
-        if the run's took their place, so that the present gradients mean nothing.
+        """Do what the program wishes if it has changed weights since the last step, in this process
+        or another one of this peer; return True if the run's took their place, so that the present
+        gradients mean nothing.
 
         Raise `Usage` if it wishes to be told. A first step of a peer alone begins the run with
         the new weights."""
-        name = self.watch.changed()
-        moved = 0.0 if name is None else self.watch.moved()
-        if not moved:
+        name = change.name
+        if not change.moved:
             return False
         if here.peer.alone:
             if is_first:
                 self.watch.with_gradients(lambda: call(lambda: begin_again(here)))
             return False
-        if not (is_first or self.watch.is_far(moved)):
+        if not (is_first or change.moved > change.by_round):
             self._say(f"parameter {name} and perhaps others were changed outside of a step")
             return False
         when = "after this peer joined" if is_first else "farther than the last round moved them"
@@ -190,7 +212,7 @@ def _views(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     views = []
     for entry in chosen:
         x = as_real(entry)
-        flat = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
+        flat = in_memory_order(x).reshape(-1)
         views.append(flat[:: -(-len(flat) * len(chosen) // VALUES)])
     return views
 

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from farflock.node.assembly.session import Session
 from farflock.node.errors import Usage
 from farflock.node.library.background import Background, BackgroundContext, in_threads
 from farflock.node.library.presence import JoinRequest, OptimizerNode, present
+from farflock.node.library.run_options import LocalOptions
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 from farflock.node.run.manifest import Manifest
 from farflock.node.run.user_terms import GivenMethod, founded, require_agreed
@@ -219,7 +220,7 @@ def local_swarm(
     seed: int = 0,
     view_s: float = VIEW_S,
     link: LinkModel = QUICK,
-    **options: Any,  # noqa: ANN401 - the method's constructor checks them
+    **options: Unpack[LocalOptions],
 ) -> LocalSwarm:
     """Return a swarm of this many peers in this process; use it in a `with` statement.
 

@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from farflock.node.errors import Failure, Usage
+from farflock.node.library.averaged_buffers import AveragedBuffers, averaged_buffers
 from farflock.node.library.background import stopped
+from farflock.node.library.jump_watch import WeightChange
 from farflock.node.library.loop_measures import RoundReport
 from farflock.node.library.own_defaults import Closure
 from farflock.node.library.swarm_status import SwarmStatus
@@ -47,6 +49,17 @@ class RankFacts(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+class RankReport(msgspec.Struct, frozen=True):
+    """What a process sees of its part of the model before a step: why its parameters are none of
+    the run's any more, or how its weights were changed."""
+
+    refused: str = ""
+    change: WeightChange = WeightChange()
+
+
+Reporting = Callable[[], RankReport]
+
+
 def is_grouped() -> bool:
     """Return whether several processes run this program."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -66,9 +79,23 @@ class LoneRank:
         """Let all ranks make the call of the block; yield whether this one has the node."""
         return contextlib.nullcontext(True)
 
-    def step(self, work: Step, closure: Closure | None) -> Any:  # noqa: ANN401 - torch's
-        """Make a step by `work(closure)` in the rank with the node; return this rank's result."""
+    def step(self, work: Step, closure: Closure | None, report: Reporting) -> Any:  # noqa: ANN401 - torch's
+        """Make a step by `work(closure)` in the rank with the node; return this rank's result.
+        `report` is what another rank says before."""
         return work(closure)
+
+    def change(self, own: WeightChange) -> WeightChange:
+        """Return the change of weights that all ranks see together; raise `Usage` if one of them
+        refuses the step. Only the rank with the node calls this."""
+        return own
+
+    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the gradients in all ranks; only the rank with the node calls this."""
+        optimizer.zero_grad()
+
+    def buffers(self, model: nn.Module, wished: str | None) -> AveragedBuffers | None:
+        """Return the buffers to average, if that is wished."""
+        return averaged_buffers(model, wished)
 
     def replica(self, model: nn.Module, inner: torch.optim.Optimizer) -> PlainReplica:
         """Return this rank's part of the model as methods see it."""
@@ -110,7 +137,7 @@ class LeadingRank:
                 raise lost from error
             raise
 
-    def step(self, work: Step, closure: Closure | None) -> Any:  # noqa: ANN401 - torch's
+    def step(self, work: Step, closure: Closure | None, report: Reporting) -> Any:  # noqa: ANN401 - torch's
         """See `LoneRank`; each process computes its closure at the same time."""
 
         def in_all() -> Any:  # noqa: ANN401 - torch's
@@ -123,6 +150,24 @@ class LeadingRank:
 
         with self.together():
             return work(None if closure is None else in_all)
+
+    def change(self, own: WeightChange) -> WeightChange:
+        """See `LoneRank`."""
+        for rank, text in enumerate(self._ranks.reports(), 1):
+            report = msgspec.msgpack.decode(text, type=RankReport)
+            if report.refused:
+                raise Usage(f"rank {rank}", report.refused, "")
+            own = own.beside(report.change)
+        return own
+
+    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `LoneRank`."""
+        with self._ranks.call(Order("drop")):
+            optimizer.zero_grad()
+
+    def buffers(self, model: nn.Module, wished: str | None) -> AveragedBuffers | None:
+        """See `LoneRank`."""
+        return averaged_buffers(model, wished, self._ranks)
 
     def replica(self, model: nn.Module, inner: torch.optim.Optimizer) -> "FsdpReplica":
         """See `LoneRank`."""
@@ -140,6 +185,7 @@ class FollowingRank:
     def __init__(self) -> None:
         self._ranks, self._closed = Ranks(), False
         self.said: RankFacts | None = RankFacts()
+        self._buffers: AveragedBuffers | None = None
 
     @contextlib.contextmanager
     def together(self) -> Iterator[bool]:
@@ -149,32 +195,53 @@ class FollowingRank:
         finally:
             self._follow()
 
-    def step(self, work: Step, closure: Closure | None) -> Any:  # noqa: ANN401 - torch's
+    def step(self, work: Step, closure: Closure | None, report: Reporting) -> Any:  # noqa: ANN401 - torch's
         """See `LoneRank`; here it is the result of the closure alone."""
-        return self._follow(closure)
+        return self._follow(closure, report)
+
+    def buffers(self, model: nn.Module, wished: str | None) -> AveragedBuffers | None:
+        """See `LoneRank`."""
+        self._buffers = averaged_buffers(model, wished, self._ranks)
+        return self._buffers
 
     def replica(self, model: nn.Module, inner: torch.optim.Optimizer) -> "FsdpReplica":
         """See `LoneRank`."""
-        self._shard = _shared_replica(model, inner, self._ranks)
+        self._shard, self._inner = _shared_replica(model, inner, self._ranks), inner
         return self._shard
+
+    def change(self, own: WeightChange) -> WeightChange:
+        """See `LoneRank`."""
+        return own
+
+    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `LoneRank`; here it is done at rank 0's word."""
+        optimizer.zero_grad()
 
     def end(self) -> None:
         """See `LoneRank`."""
         self._closed = True
 
-    def _follow(self, closure: Closure | None = None) -> Any:  # noqa: ANN401 - torch's
+    def _follow(self, closure: Closure | None = None, report: Reporting | None = None) -> Any:  # noqa: ANN401 - torch's
         """Take part in what rank 0 does, until its call is over; return the closure's result."""
         if self._closed:
             raise stopped(None)
         returned = None
         while (order := self._ranks.hear()).act != "release":
-            if order.act != "closure":
-                assert self._shard.obey(order), f"rank 0 says {order.act}"
-                continue
-            if closure is None:
-                raise Usage("step()", "rank 0 passes a closure", "pass one in every process")
-            with torch.enable_grad():
-                returned = closure()
+            match order.act:
+                case "closure":
+                    if closure is None:
+                        remedy = "pass one in every process"
+                        raise Usage("step()", "rank 0 passes a closure", remedy)
+                    with torch.enable_grad():
+                        returned = closure()
+                case "report":
+                    said = RankReport() if report is None else report()
+                    self._ranks.report(msgspec.msgpack.encode(said))
+                case "drop":
+                    self.drop_gradients(self._inner)
+                case _:
+                    known = self._buffers is not None and self._buffers.obey(order)
+                    assert known or self._shard.obey(order), f"rank 0 says {order.act}"
         self.said = msgspec.msgpack.decode(order.text, type=RankFacts)
         if self.said.error:
             raise Failure("the call has failed in rank 0", self.said.error, "")

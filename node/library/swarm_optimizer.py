@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -20,19 +20,25 @@ from farflock.compression.codec import UnencodableTensor
 from farflock.node.errors import Failure, Usage
 from farflock.node.library.averaged_buffers import (
     AveragedBuffers,
-    averaged_buffers,
     require_average,
 )
 from farflock.node.library.evaluated_model import EvaluatedModel
-from farflock.node.library.jump_watch import Jumps, JumpWatch, OnJump
+from farflock.node.library.jump_watch import MAX_SAID, Jumps, JumpWatch, OnJump
 from farflock.node.library.last_round import OwnSteps, finish, run_steps
 from farflock.node.library.loop_measures import LoopMeasures, RoundReport
 from farflock.node.library.model_check import refuse_copies, require_trainable
 from farflock.node.library.own_defaults import Closure, own_defaults
 from farflock.node.library.parameter_watch import ParameterWatch
 from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest, OptimizerNode
-from farflock.node.library.rank_calls import RankFacts, is_grouped, rank_calls, unwrapped
+from farflock.node.library.rank_calls import (
+    RankFacts,
+    RankReport,
+    is_grouped,
+    rank_calls,
+    unwrapped,
+)
 from farflock.node.library.remembered import recall, remember
+from farflock.node.library.run_options import RunOptions
 from farflock.node.library.scheduled import tell_of_late_start
 from farflock.node.library.step_gradients import Held, asked_by_a_scaler, kept, take_scale
 from farflock.node.library.swarm_status import SwarmStatus, status_of
@@ -120,7 +126,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         folder: Path | None = None,
         outer_state: Literal["host", "disk", "device"] = "host",
         on_jump: OnJump | None = None,
-        **options: Any,  # noqa: ANN401 - the method's constructor checks them
+        **options: Unpack[RunOptions],
     ) -> None:
         self._ranks = rank_calls(partial(_facts_of, self))
         with self._ranks.together() as leads:
@@ -131,7 +137,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
             self._ready = False
             super().__init__(self._inner.param_groups, self._inner.defaults)
             self.param_groups, self.state = self._inner.param_groups, self._inner.state
-            buffers = averaged_buffers(model, options.get("buffers"))
+            buffers = self._ranks.buffers(model, options.get("buffers"))
             averaged = {} if buffers is None else buffers.agreed
             frozen = options.get("frozen")  # of frozen shards all ranks take part
             listed = list_tensors(model, with_frozen=frozen is None, buffers=averaged)
@@ -144,7 +150,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
             if leads:
                 self._replica.storage = _storage(outer_state, model, folder)
                 theirs = fingerprint(model, self._inner, listed)
-                name, spelt_out = spelt(method, options)
+                name, spelt_out = spelt(method, dict(options))
                 wished = wish(theirs, name, {"name": run, "seed": seed}, spelt_out)
                 if not isinstance(invite, str):  # a joining peer learns the run's terms later
                     require_founded(wished, self._inner, self._replica, buffers)
@@ -157,7 +163,6 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
                     JoinRequest(wished, self._replica, task, news.report, encode(listed), buffers)
                 )
                 self._here, self._end = self._life.value, weakref.finalize(self, end)
-                self._jumps.watch = JumpWatch(self._watch.trained)
                 self._here.loop.counted = self._own.counted
                 made = self._here.terms.build()
                 try:
@@ -167,6 +172,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
                     raise
             else:
                 self._end = weakref.finalize(self, self._ranks.end)
+        self._jumps.watch = JumpWatch(self._watch.trained)
         if self.method in SHARED_MOMENTS:
             make_portable(self._inner)
         self._ready = True
@@ -188,15 +194,28 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         with kept(self, closure) as closure:
             if overflowed:  # the step counts, and changes nothing
                 super().zero_grad()
-            return self._ranks.step(partial(self._step, overflowed), closure)
+            returned = self._ranks.step(partial(self._step, overflowed), closure, self._report)
+        self._jumps.watch.mark(self.last_round)
+        return returned
+
+    def _report(self) -> RankReport:
+        """Return what this process sees before a step, if rank 0 asks."""
+        try:
+            self._watch.check()
+        except Usage as error:
+            return RankReport(str(error)[:MAX_SAID])
+        return RankReport(change=self._jumps.watch.change())
 
     def _step(self, overflowed: bool, closure: Closure | None) -> Any:  # noqa: ANN401 - torch's
         life, loop = self._life, self._here.loop
         self._evaluated.require_own()
         self._watch.check()
         self._held.add()
-        if self._jumps.answer(self._here, not self._own.made, life.call, self._news.waiting):
-            self._inner.zero_grad()
+        change = self._ranks.change(self._jumps.watch.change())
+        if self._jumps.answer(
+            change, self._here, not self._own.made, life.call, self._news.waiting
+        ):
+            self._ranks.drop_gradients(self._inner)
         with self._news.waiting():
             progress = life.call(loop.begin_step, through=True)
         theirs = closure and self._held.apart_from(self._watch.checked(closure), loop.driver.method)
@@ -218,7 +237,6 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
             tell(f"this peer has dropped its own work and taken over the run's state: {reason}")
         self._own.tell_of_tokens(self.tokens_per_step)
         self._news.stepped(self.tokens_per_step)
-        self._jumps.watch.mark(self.last_round)
         self._held.note(loop.driver.method)
         return self._training_task.returned
 
@@ -245,7 +263,8 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
             self.param_groups, self.state = self._inner.param_groups, self._inner.state
             if leads and alone and swarm is not None:
                 self._life.call(lambda: recall(self._here, swarm))
-                self._jumps.watch.mark()
+        if alone and (swarm is not None or not leads):  # other ranks hold the rest of the state
+            self._jumps.watch.mark()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise `Usage` once the run has begun: its terms fix the parameters."""
@@ -350,8 +369,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
             with self._evaluated.block(lambda work: self._life.call(lambda: work(self._here))):
                 yield
         finally:
-            if not self._ranks.said:
-                self._jumps.watch.mark(self.last_round)
+            self._jumps.watch.mark(self.last_round)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:  # noqa: ANN401 - theirs
         """Save the model with what `eval_params` returns, by its own method of this name (those of
@@ -406,7 +424,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
                 here, own, task = self._here, self._own, self._training_task
                 with self._news.waiting():
                     self._life.call(lambda: finish(here, own, task, DRAIN_S))
-                self._jumps.watch.mark(self.last_round)
+        self._jumps.watch.mark(self.last_round)
 
     def close(self, patient: bool = True) -> None:
         """Leave the run, and end the thread and the directory's process. It is safe to call this

@@ -32,9 +32,24 @@ LOST_EVERY_S = 0.5  # between two looks at the processes
 LOST_TIMEOUT_S = 5.0  # for a process that has broken a call to be seen as ended
 HEAD_BYTES = 256  # of an order, with its length; longer ones follow in a second message
 LENGTH_BYTES = 4
+REPORT_BYTES = 4096  # of what a follower says, with its length
 
 Act = Literal[
-    "beat", "begin", "block", "closure", "end", "put", "read", "release", "step", "train", "write"
+    "beat",
+    "begin",
+    "block",
+    "closure",
+    "drop",
+    "end",
+    "put",
+    "read",
+    "read buffers",
+    "release",
+    "report",
+    "set buffers",
+    "step",
+    "train",
+    "write",
 ]
 
 
@@ -180,6 +195,28 @@ class Ranks:
     def receive(self, values: Tensor, rank: int) -> None:
         """Fill a tensor on the CPU with what a rank sends now."""
         dist.recv(values, rank, self._group)
+
+    def average(self, values: Tensor) -> None:
+        """Set values on the CPU to their mean over all ranks, each of which calls this."""
+        dist.all_reduce(values, group=self._group)
+        values.div_(self.count)
+
+    def report(self, text: bytes) -> None:
+        """Send the leader a text, of `REPORT_BYTES` with its length at most, as it asks for."""
+        whole = len(text).to_bytes(LENGTH_BYTES, "little") + text
+        self.send(torch.frombuffer(bytearray(whole.ljust(REPORT_BYTES)), dtype=torch.uint8), LEADER)
+
+    def reports(self) -> list[bytes]:
+        """Return the texts of all followers, in order."""
+        texts = []
+        with self.call(Order("report")):
+            for rank in range(1, self.count):
+                packed = torch.empty(REPORT_BYTES, dtype=torch.uint8)
+                self.receive(packed, rank)
+                whole = packed.numpy().tobytes()
+                size = int.from_bytes(whole[:LENGTH_BYTES], "little")
+                texts.append(whole[LENGTH_BYTES : LENGTH_BYTES + size])
+        return texts
 
     def sum(self, value: float) -> float:
         """Return the sum of a number over all ranks."""

@@ -218,16 +218,24 @@ class PlainReplica:
 
     def update(self, names: Sequence[str], whats: Sequence[What], change: BlockChange) -> None:
         """Change the stored tensors block by block."""
+        written = set[int]()
+
+        def noting(block: TensorBlock, *values: Tensor) -> Sequence[Tensor | None]:
+            new = change(block, *values)
+            written.update(place for place, x in enumerate(new) if x is not None)
+            return new
+
         for name in names:
             stored = [self._slots.find(name, what) for what in whats]
             flat = [x.reshape(-1) for x in stored]  # a copy if it is not contiguous
             if self.home.type == "cpu" and not flat[0].is_cpu:
-                CopiedAhead(flat).change(list(blocks(name, stored[0].shape)), change)
+                CopiedAhead(flat).change(list(blocks(name, stored[0].shape)), noting)
             else:
-                self._change(list(blocks(name, stored[0].shape, self._length)), flat, change)
-            for x, changed in zip(stored, flat, strict=True):
+                self._change(list(blocks(name, stored[0].shape, self._length)), flat, noting)
+            for place in written:
+                x = stored[place]
                 if not x.is_contiguous():
-                    x.copy_(changed.view_as(x))
+                    in_memory_order(x).copy_(flat[place].view_as(x).permute(memory_order(x)))
             for what, x in zip(whats, stored, strict=True):
                 self._repack(name, what, x)
 
@@ -327,7 +335,21 @@ def flat_range(x: Tensor, start: int, stop: int) -> Tensor:
             x = x[first:last]
             break
         x = x[first]
+    if not x.is_contiguous():
+        # lines of memory are copied first, as torch would go through them once for each row of few
+        order = memory_order(x)
+        x = in_memory_order(x).contiguous().permute([order.index(dim) for dim in range(x.dim())])
     return x.reshape(-1)[start:stop]
+
+
+def memory_order(x: Tensor) -> list[int]:
+    """Return the dimensions of a tensor, those first whose values are farthest apart."""
+    return sorted(range(x.dim()), key=x.stride, reverse=True)
+
+
+def in_memory_order(x: Tensor) -> Tensor:
+    """Return a view with the dimensions in that order."""
+    return x.permute(memory_order(x))
 
 
 def is_kept(x: object) -> bool:

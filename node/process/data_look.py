@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from farflock.node.assembly.known_run import read_run
+from farflock.node.assembly.known_run import KnownRun, read_run
 from farflock.node.assembly.learnt import known_members
 from farflock.node.data.excerpts import EXCERPTS, document_around, drawn_places, shown
 from farflock.node.data.local_shards import LocalShards
@@ -19,7 +19,6 @@ from farflock.node.process.run_data import RunData, fetch_data
 from farflock.node.process.run_text import fetch_tokenizer
 from farflock.node.run.data_section import tokenizer_of
 from farflock.node.run.invite import Invite
-from farflock.node.run.manifest import Manifest
 from farflock.node.tokens.tokenizer import TokenIds, Tokenizer
 from farflock.swarm.compute import Worker
 from farflock.swarm.links import Links, PeerId
@@ -39,21 +38,22 @@ class Excerpt(msgspec.Struct, frozen=True):
 
 async def look_at_data(
     machine: MachineOptions, invite: Invite, timeout_s: float, seed: int | None = None
-) -> tuple[Manifest, RunData | None, list[Excerpt]]:
-    """Return the verified manifest of an invite's run, what is known of its prepared data, whose
+) -> tuple[KnownRun, RunData | None, list[Excerpt]]:
+    """Return an invite's run, verified, what is known of its prepared data, whose
     index is fetched, and a few documents of them, drawn by the seed (None: none); raise
     `RefusedByRun` if no member has the index."""
     async with visiting_run(invite, timeout_s) as visit:
-        manifest, links, run = read_run(visit.learnt).manifest, visit.world.links, invite.run
+        known, links, run = read_run(visit.learnt), visit.world.links, invite.run
+        manifest = known.manifest
         members = known_members(links, visit.learnt.records, run)
         data = await fetch_data(links, run, manifest.data, members, machine)
         if data is not None:
             data.close()  # it is lent to nobody
         if data is None or seed is None:
-            return manifest, data, []
+            return known, data, []
         await fetch_tokenizer(links, run, manifest.data, members)
         tokenizer = tokenizer_of(manifest.data)
-        return manifest, data, await read_excerpts(links, run, data, members, tokenizer, seed)
+        return known, data, await read_excerpts(links, run, data, members, tokenizer, seed)
 
 
 async def read_excerpts(

@@ -165,7 +165,7 @@ async def _join(
             if pipeline is not None:
                 with _answered(session.peer):
                     # a founder that rejoins trains as before
-                    founded, peer = identity.peer == invite.founder, session.peer
+                    founded, peer = identity.peer == known.founder, session.peer
                     stage, trains = await joiners(
                         machine.role, pipeline, peer, known.records, JOIN_TIMEOUT_S, founded
                     )

@@ -71,6 +71,7 @@ class RunInspection(msgspec.Struct, frozen=True):
     the newest view's branch; None is the main line. `evaluation` is what one member says of the
     newest one."""
 
+    founder: str
     manifest: str
     terms: ShownTerms
     view: int
@@ -132,4 +133,5 @@ def _sight(peer: Peer, links: Links, learnt: LearntTerms, terms: ShownTerms) -> 
         )
     branch = peer.membership.branch
     named = branch[0] if branch else None
-    return RunInspection(learnt.text.decode(), terms, view.number, named, tuple(members))
+    text = learnt.text.decode()
+    return RunInspection(learnt.founder, text, terms, view.number, named, tuple(members))

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from worlds.waiting import alive, ended, output_of, told, until_real
 
-from farflock.node.run.invite import Invite, mint
+from farflock.node.run.invite import Invite, founder_of, mint
 from farflock.swarm.contact import Contact
 
 pytestmark = pytest.mark.net
@@ -271,7 +271,9 @@ def test_one_that_has_not_come_in_yet_breaks_off(start, tmp_path, number, code):
         peer = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
         port = silent.getsockname()[1]
         member = Contact(peer, bytes(32), "127.0.0.1", port, port, port)
-        invite = mint(Invite("ab" * 16, peer, (member,), "a run", int(time.time() + 600)))
+        invite = mint(
+            Invite("ab" * 16, founder_of(peer), (member,), "a run", int(time.time() + 600))
+        )
         joiner = start("b", "join", invite, "--folder", tmp_path / "b", "--json")
         joiner.wait_for(lambda: len(psutil.Process(joiner.process.pid).children()) == 1)
         pids = [

@@ -261,7 +261,8 @@ def _show_run(out: Output, word: str, seed: int) -> int:
     found = run_until_asked(ending, lambda: look_at_data(machine, invite, LOOK_TIMEOUT_S, seed))
     if found is None:
         return conclude(out, None, ending.asked)
-    manifest, data, excerpts = found
+    known, data, excerpts = found
+    manifest = known.manifest
     if data is None:
         corpus = {"corpus": manifest.data.corpus, "sha256": manifest.data.sha256}
         text = f"run {invite.run} trains on the corpus {manifest.data.corpus}"

@@ -175,13 +175,14 @@ def _look(
     found = run_until_asked(ending, lambda: look_at_data(machine, invited, LOOK_TIMEOUT_S))
     if found is None:
         return conclude(out, None, ending.asked)
-    manifest, data, _ = found
+    known, data, _ = found
+    manifest = known.manifest
     peers, uplink, step_s = assumed
     text = manifest.canonical().decode()
     sizes = size_facts(manifest, Line(peers or members_of(manifest), uplink, step_s))
     facts = {
         "run": invited.run,
-        "founder": invited.founder,
+        "founder": known.founder,
         "addresses": [member.endpoints[0] for member in invited.members],
         "manifest": text,
         "hash": manifest.hash(),
@@ -191,7 +192,7 @@ def _look(
     }
     out.result(
         facts,
-        f"{text}\nrun {invited.run}, started by {invited.founder}\n"
+        f"{text}\nrun {invited.run}, started by {known.founder}\n"
         f"hash {manifest.hash()}\n\n{size_text(sizes)}\n" + disk_text(disk, facts["data"], machine),
     )
     return 0

@@ -71,7 +71,7 @@ def _look(out: Output, word: str) -> int:
         return conclude(out, None, ending.asked)
     facts = {
         "run": invite.run,
-        "founder": invite.founder,
+        "founder": sight.founder,
         "manifest": sight.manifest,
         "hash": hashlib.sha256(sight.manifest.encode()).hexdigest(),
     }

@@ -10,7 +10,7 @@ from farflock.node.assembly import learnt as learnt_terms
 from farflock.node.assembly.peer_world import Clock, PeerWorld
 from farflock.node.errors import RefusedByRun
 from farflock.node.run.head import PROTOCOL, Head, run_id, seal_head
-from farflock.node.run.invite import Invite
+from farflock.node.run.invite import Invite, founder_of
 from farflock.node.run.manifest import simulated_default
 from farflock.node.run.model_section import ModelSection, UserModel
 from farflock.node.run.user_terms import founded, wish
@@ -55,7 +55,7 @@ def learn(monkeypatch):
         sent = manifest.canonical() if raw is None else raw
         run = run_id(sent, FOUNDER.peer) if own else manifest.run_id(FOUNDER.peer)
         head = seal_head(FOUNDER, Head(run, FOUNDER.peer, bytes(32), len(sent), 0, protocol))
-        invite = Invite(run, FOUNDER.peer, (), "", 0)
+        invite = Invite(run, founder_of(FOUNDER.peer), (), "", 0)
 
         async def fetch_chunk(*asked):
             return sent

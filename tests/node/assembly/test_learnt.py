@@ -12,7 +12,7 @@ from farflock.node.assembly.learnt import LearntTerms, learn_terms, shown
 from farflock.node.assembly.peer_world import PeerWorld
 from farflock.node.errors import RefusedByRun
 from farflock.node.run.head import Head, run_id, seal_head
-from farflock.node.run.invite import Invite
+from farflock.node.run.invite import Invite, founder_of
 from farflock.node.run.manifest import simulated_default
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.contact import Contact
@@ -29,7 +29,7 @@ LEARN_S = 20.0
 
 def invite(*members):
     contacts = [Contact(one.peer, bytes(32), "192.0.2.7", 1, 2) for one in members]
-    return Invite(RUN, FOUNDER.peer, tuple(contacts), "a run", 0)
+    return Invite(RUN, founder_of(FOUNDER.peer), tuple(contacts), "a run", 0)
 
 
 class Unreachable:

@@ -22,7 +22,7 @@ from farflock.node.library.presence import ExternalStep, JoinRequest, OptimizerN
 from farflock.node.library.remembered import remember
 from farflock.node.model.replica import PlainReplica
 from farflock.node.process.network import MachineOptions, network
-from farflock.node.run.invite import Invite, parse
+from farflock.node.run.invite import Invite, founder_of, parse
 from farflock.node.run.model_section import UserModel
 from farflock.node.run.user_terms import fingerprint, founded, wish
 from farflock.node.state.paths import RunFolder
@@ -88,7 +88,7 @@ class WithDirectory(InMemory):
 
     async def known(self, world, founder):
         run, peer = founder.known.run, founder.known.founder
-        return await learn_run(world, Invite(run, peer, (), "", 0), JOIN_S, UserModel)
+        return await learn_run(world, Invite(run, founder_of(peer), (), "", 0), JOIN_S, UserModel)
 
 
 class OverSockets(InMemory):

@@ -17,7 +17,7 @@ from farflock.node.cli.own_runs import (
 from farflock.node.errors import Failure, Usage
 from farflock.node.process.status import Status
 from farflock.node.run.head import run_id
-from farflock.node.run.invite import Invite, mint
+from farflock.node.run.invite import Invite, founder_of, mint
 from farflock.swarm.contact import Contact
 from farflock.swarm.identity import Identity
 
@@ -27,7 +27,7 @@ ONE, OTHER = "a1" * 16, "b2" * 16
 
 
 def invite(run):
-    return mint(Invite(run, FOUNDER, (MEMBER,), "plays", 0))
+    return mint(Invite(run, founder_of(FOUNDER), (MEMBER,), "plays", 0))
 
 
 @pytest.fixture

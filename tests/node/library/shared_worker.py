@@ -42,8 +42,14 @@ def loss_of(model, step, part=0, parts=1):
     return (model(x[rows]) - x[rows].sum(1, keepdim=True)).square().mean()
 
 
-def wrapped(wrapper):
+def with_norm():
+    """The model with statistics, which each process takes of its own rows."""
     model = net()
+    return nn.Sequential(model[0], nn.BatchNorm1d(9), *model[1:])
+
+
+def wrapped(wrapper, make=net):
+    model = make()
     if wrapper == "ddp":
         return DistributedDataParallel(model)
     if wrapper == "fsdp":
@@ -104,6 +110,91 @@ def refusal(call):
     return ""
 
 
+def here(entry):
+    """The values of a parameter or a gradient in this process."""
+    return (entry.to_local() if hasattr(entry, "to_local") else entry).detach()
+
+
+def kept(model):
+    return [here(entry).clone() for entry in model.parameters()]
+
+
+SPOILED = 4  # the step whose gradients overflow, in one value
+
+
+def scaled_steps(wrapper, rank=0, count=1):
+    """Train under a scaler, and evaluate; return losses, scales, and what a block shows."""
+    model = wrapped(wrapper)
+    with local_swarm(1) as swarm:
+        door = _LocalDoor(swarm, 0) if rank == 0 else None
+        with SwarmOptimizer(model, "diloco", door, lr=0.05, period=PERIOD) as optimizer:
+            scaler, losses, scales = torch.amp.GradScaler("cpu", init_scale=2.0**10), [], []
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                loss = loss_of(model, step, rank, count)
+                scaler.scale(loss).backward()
+                first = here(next(model.parameters()).grad)
+                if step == SPOILED and (wrapper != "fsdp" or rank == count - 1):
+                    first[-1, -1] = torch.inf  # of shards, in the last rank's alone
+                scaler.step(optimizer)
+                scaler.update()
+                losses.append(float(loss))
+                scales.append(scaler.get_scale())
+            before = kept(model)
+            with optimizer.evaluating(), torch.no_grad():
+                inside = float(loss_of(model, STEPS))
+                no_step = refusal(optimizer.step)
+            same = all(map(torch.equal, before, kept(model)))
+            with torch.no_grad():
+                after = float(loss_of(model, STEPS))
+            weights = {name: x.tolist() for name, x in optimizer.eval_params().items()}
+            tokens = optimizer.tokens
+    return {
+        "losses": losses,
+        "scales": scales,
+        "inside": inside,
+        "after": after,
+        "no_step": no_step,
+        "same": same,
+        "weights": weights,
+        "tokens": tokens,
+    }
+
+
+def averaged(wrapper, rank=0, count=1):
+    """Train with averaged buffers; return them before a round, as of this process, and after it."""
+    model = wrapped(wrapper, with_norm)
+    norm = model.module[1] if wrapper == "ddp" else model[1]
+    found = []
+    with local_swarm(1) as swarm:
+        door = _LocalDoor(swarm, 0) if rank == 0 else None
+        options = {"period": PERIOD, "buffers": "average"}
+        with SwarmOptimizer(model, "diloco", door, lr=0.05, **options) as optimizer:
+            for step in range(PERIOD):
+                loss_of(model, step, rank, count).backward()
+                found.append(norm.running_mean.tolist())
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(norm.running_mean.tolist())
+            last = optimizer.last_round.status
+    return {"before": found[-2], "after": found[-1], "round": last}
+
+
+def meddled(wrapper, rank=0, count=1):
+    """Add a parameter in the last rank alone; return what the next step says."""
+    model = wrapped(wrapper)
+    said = []
+    with local_swarm(1) as swarm:
+        door = _LocalDoor(swarm, 0) if rank == 0 else None
+        with SwarmOptimizer(model, "diloco", door, lr=0.05, period=PERIOD) as optimizer:
+            loss_of(model, 0, rank, count).backward()
+            optimizer.step()
+            if rank == count - 1:
+                getattr(model, "module", model).more = nn.Linear(1, 1)
+            said.append(refusal(optimizer.step))
+    return {"said": said}
+
+
 METHODS = {"diloco": {"period": PERIOD}, "ddp": {}}
 
 
@@ -147,9 +238,10 @@ def in_a_swarm(wrapper, invite=None, rank=0, count=1, greet=lambda optimizer: No
             loss = loss_of(model, step, rank, count)
             loss.backward()
             if invite is not None and step == 2 * PERIOD + 1:
-                scaled(model, 16.0)
+                factor = 16.0 if rank == count - 1 else 1.0  # in the rows of one process
+                scaled(model, factor)
                 jump = refusal(optimizer.step)
-                scaled(model, 1 / 16)
+                scaled(model, 1 / factor)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss))
@@ -158,8 +250,11 @@ def in_a_swarm(wrapper, invite=None, rank=0, count=1, greet=lambda optimizer: No
     return {"losses": losses, "weights": weights, "known": known, "jump": jump}
 
 
+PARTS = (scaled_steps, averaged, meddled)
+
+
 def main(wrapper, folder, rank, word):
-    """Train; the word is a method, or the invite of another peer's run."""
+    """Train; the word is a method, "parts", or the invite of another peer's run."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -168,8 +263,11 @@ def main(wrapper, folder, rank, word):
         world_size=2,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    work = trained if word in METHODS else in_a_swarm
-    result = work(wrapper, word, rank, 2)
+    if word == "parts":
+        result = {part.__name__: part(wrapper, rank, 2) for part in PARTS}
+    else:
+        work = trained if word in METHODS else in_a_swarm
+        result = work(wrapper, word, rank, 2)
     dist.destroy_process_group()
     return result
 

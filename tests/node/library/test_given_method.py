@@ -2,6 +2,8 @@
 defaults, and a class of the program's own needs no place in the catalog."""
 
 from dataclasses import dataclass, field
+from types import UnionType
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ from worlds import virtual_optimizer
 from worlds.virtual_optimizer import model_of, train_together
 
 import farflock
+from farflock.compression.codec import Codec
 from farflock.node.errors import RefusedByRun, Usage
+from farflock.node.library.run_options import RunOptions
 from farflock.node.run.manifest import parse
 from farflock.node.run.model_section import UserModel
 from farflock.node.run.user_terms import founded, require_agreed, spelt, wish
-from farflock.optimizers.catalog import METHODS, method
+from farflock.optimizers.catalog import METHODS, method, options_of
 
 MODEL = UserModel(1, 2, "0" * 64, "AdamW")
 
@@ -122,6 +126,29 @@ def test_a_class_of_the_program_s_own_trains_under_its_dotted_name():
     assert (here.terms.method.name, here.terms.method.options["haste"]) == (name, 0.25)
     assert [each["status"] for each in rounds] == ["ok", "ok"]
     assert torch.equal(one, other)
+
+
+TAKEN = {"lr", "seed"}  # the optimizer's own arguments
+OTHERWISE = {"codec", "return_codec", "outer", "delay"}  # as an object or a table; two kinds of one
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_type_checkers_know_each_option_of_a_method_beside_its_name(name):
+    known, own = get_type_hints(RunOptions), get_type_hints(METHODS[name])
+    assert options_of(name).keys() - TAKEN <= known.keys()
+    for option in options_of(name).keys() - TAKEN - OTHERWISE:
+        assert set(as_tuple(own[option])) <= set(as_tuple(known[option])), option
+
+
+def as_tuple(annotation):
+    return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+
+
+def test_type_checkers_know_no_option_that_there_is_not():
+    of_methods = {option for name in METHODS for option in options_of(name)}
+    of_runs = {"codec", "return_codec", "deadline_s", "view_s", "frozen", "buffers"}
+    assert RunOptions.__optional_keys__ == of_methods - TAKEN | of_runs
+    assert get_type_hints(RunOptions)["codec"] == str | Codec
 
 
 def test_an_optimizer_takes_an_instance_of_an_own_class():

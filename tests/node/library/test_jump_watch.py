@@ -48,7 +48,8 @@ class AmongOthers:
         self._here = SimpleNamespace(peer=SimpleNamespace(alone=False), loop=None)
 
     def answer(self, *, is_first=False):
-        return self._jumps.answer(self._here, is_first, self._adopt, nullcontext)
+        change = self.watch.change()
+        return self._jumps.answer(change, self._here, is_first, self._adopt, nullcontext)
 
     def _adopt(self, work):
         self.adopted += 1

@@ -16,7 +16,7 @@ from farflock.node.cli import main as cli
 from farflock.node.errors import Failure, Usage
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 from farflock.node.run.fit import SHARED_MOMENTS, moments_of, require_inner
-from farflock.node.run.invite import Invite, mint
+from farflock.node.run.invite import Invite, founder_of, mint
 from farflock.node.run.manifest import parse, resolve, simulated_default
 from farflock.node.run.split import nearest_divisor
 from farflock.optimizers.catalog import METHODS, method, options_of
@@ -34,7 +34,7 @@ FOUNDER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 INVITE = mint(
     Invite(
         "ab" * 16,
-        FOUNDER,
+        founder_of(FOUNDER),
         (Contact(FOUNDER, bytes(32), "127.0.0.1", 9, 9, 9),),
         "a run",
         int(time.time() + 3600),

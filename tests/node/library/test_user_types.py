@@ -28,7 +28,8 @@ with farflock.SwarmOptimizer(model, farflock.DiLoCo(period=5, outer=inner), lr=0
 with farflock.local_swarm(2, farflock.NoLoCo(period=5), view_s=1.0) as swarm:
     pass
 try:
-    farflock.SwarmOptimizer(model, "lean", period=3, codec="ecsq:98")
+    farflock.SwarmOptimizer(model, "lean", period=3, codec="ecsq:98", view_s=2.0, buffers=None)
+    farflock.SwarmOptimizer(model, "diloco", outer={"name": "sgd"}, codec=farflock.codec("int8"))
 except (farflock.Usage, farflock.RefusedByRun, farflock.Failure) as error:
     text: str = error.remedy
 """
@@ -38,6 +39,11 @@ WRONG = {
     "farflock.SwarmOptimizer(model, 5)": "Argument 2",
     "count: int = optimizer.status().members": 'variable has type "int"',
     "farflock.Diloco()": 'no attribute "Diloco"',
+    'farflock.SwarmOptimizer(model, "diloco", period="x")': 'Argument "period"',
+    'farflock.SwarmOptimizer(model, "diloco", perod=5)': '"perod"',
+    'farflock.SwarmOptimizer(model, deadline_s="soon")': 'Argument "deadline_s"',
+    "farflock.SwarmOptimizer(model, farflock.DiLoCo(), viw_s=1.0)": '"viw_s"',
+    'farflock.local_swarm(2, "ddp", codec=8)': 'Argument "codec"',
 }
 CONFIG = f"""
 [mypy]

@@ -12,7 +12,7 @@ OTHER = Contact("other", bytes(32), "203.0.113.8", 4001, 4002)
 
 
 def test_each_address_of_a_member_stays_and_the_newer_ports_of_one_count():
-    invite = Invite("0" * 32, "founder", (FOUNDER, OVER_IP6), "run", 1)
+    invite = Invite("0" * 32, b"founder", (FOUNDER, OVER_IP6), "run", 1)
     assert widened(invite, None) == invite
     before = replace(invite, members=(replace(OVER_IP6, control=5001), OTHER))
     assert widened(invite, before).members == (FOUNDER, OVER_IP6, OTHER)

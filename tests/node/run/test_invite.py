@@ -12,24 +12,28 @@ from hypothesis import strategies as st
 
 from farflock.node.errors import Usage
 from farflock.node.run.invite import (
+    FOUNDER_BYTES,
     MAX_CHARS,
+    MAX_CHARS_OF_ONE,
     MAX_MEMBERS,
     MAX_NAME_BYTES,
     MAX_READ_CHARS,
     PREFIX,
     VERSION,
     Invite,
+    fitting_name,
+    founder_of,
     mint,
     parse,
 )
 from farflock.swarm.addresses import numeric
 from farflock.swarm.contact import Contact
-from farflock.swarm.identity import peer_id, public_key
+from farflock.swarm.identity import peer_id
 
 NOW_S = 1_800_000_000
 RUN = "0123456789abcdef" * 2
 FOUNDER = Contact(peer_id(bytes(range(32))), bytes(range(32, 64)), "192.0.2.7", 4001, 4002, 4003)
-INVITE = Invite(RUN, FOUNDER.peer, (FOUNDER,), "a run", NOW_S + 60)
+INVITE = Invite(RUN, founder_of(FOUNDER.peer), (FOUNDER,), "a run", NOW_S + 60)
 PACKED = FOUNDER.pack()
 LONGEST_NAME = "n" * MAX_NAME_BYTES
 
@@ -40,7 +44,7 @@ contacts = st.builds(Contact, keys.map(peer_id), keys, hosts, ports, ports, st.i
 invites = st.builds(
     Invite,
     run=st.text("0123456789abcdef", min_size=32, max_size=32),
-    founder=keys.map(peer_id),
+    founder=keys.map(peer_id).map(founder_of),
     members=st.lists(contacts, min_size=1, max_size=MAX_MEMBERS).map(tuple),
     name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,31}", fullmatch=True) | st.just(""),
     expires=st.integers(NOW_S, 2**32 - 1),
@@ -54,7 +58,8 @@ def packed(body):
 
 
 def body_of(shape=1, more=PACKED, expires=NOW_S + 60):
-    return struct.pack(">BB16sI", VERSION, shape, bytes.fromhex(RUN), expires) + more
+    head = struct.pack(">BB16sI", VERSION, shape, bytes.fromhex(RUN), expires)
+    return head + bytes(range(FOUNDER_BYTES)) + more
 
 
 def refusal(text, now_s=NOW_S):
@@ -65,18 +70,43 @@ def refusal(text, now_s=NOW_S):
     return str(error.value)
 
 
-@given(invites, st.integers(0, MAX_MEMBERS))
-def test_an_invite_comes_back_as_it_was_minted(invite, place):
-    if place < len(invite.members):
-        invite = replace(invite, founder=invite.members[place].peer)
+@given(invites, st.lists(st.booleans(), min_size=2, max_size=2))
+def test_an_invite_comes_back_as_it_was_minted(invite, again):
+    members = list(invite.members)
+    for number, one_more in enumerate(again[: len(members) - 1], 1):
+        if one_more:
+            before = members[number - 1]
+            members[number] = replace(members[number], peer=before.peer, curve=before.curve)
+    invite = replace(invite, members=tuple(members))
     text = mint(invite)
     assert parse(text, NOW_S) == invite
     assert text.removeprefix(PREFIX).replace("-", "").replace("_", "").isalnum()
     assert len(text) <= MAX_CHARS
 
 
-def test_an_invite_of_one_member_is_one_line_of_a_chat():
-    assert len(mint(replace(INVITE, name=LONGEST_NAME))) <= 200
+STRANGER = Contact(peer_id(bytes([9]) * 32), bytes([8]) * 32, "192.0.2.9", 4001, 4002, 4003)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "named"),
+    [
+        (["192.0.2.9"], MAX_NAME_BYTES),
+        (["2001:db8::9"], 20),
+        (["192.0.2.9", "2001:db8::9"], 10),
+    ],
+)
+@pytest.mark.parametrize("member", [FOUNDER, STRANGER])
+def test_an_invite_of_one_member_is_one_line_of_a_chat(member, hosts, named):
+    members = tuple(replace(member, host=host) for host in hosts)
+    name = fitting_name(LONGEST_NAME + "n", members)
+    assert len(name) == named
+    invite = replace(INVITE, members=members, name=name)
+    assert parse(mint(invite), NOW_S) == invite
+    assert len(mint(invite)) <= MAX_CHARS_OF_ONE
+
+
+def test_one_of_several_members_has_the_longest_name():
+    assert fitting_name(LONGEST_NAME + "n", (FOUNDER, STRANGER)) == LONGEST_NAME
 
 
 def test_white_space_around_an_invite_is_forgiven():
@@ -90,27 +120,28 @@ def test_the_format_is_what_was_documented():
     second = bytes(64) + bytes([192, 0, 2, 8]) + struct.pack(">HHH", 5001, 5003, 0)
     assert mint(INVITE) == packed(body_of(more=first + b"a run"))
     assert mint(replace(INVITE, members=(other, FOUNDER))) == packed(
-        body_of(shape=2 + 4, more=second + first + b"a run")
+        body_of(shape=2, more=second + first + b"a run")
     )
-    assert mint(replace(INVITE, members=(other,), name="")) == packed(
-        body_of(shape=1 + 4 * 3, more=public_key(FOUNDER.peer) + second)
-    )
+    assert mint(replace(INVITE, members=(other,), name="")) == packed(body_of(more=second))
 
 
 def test_a_member_with_an_ip6_address_is_marked_in_the_shape():
     six = replace(FOUNDER, host="2001:db8::7")
     ports = struct.pack(">HHH", 4001, 4002, 4003)
     address = bytes.fromhex("20010db8") + bytes(11) + b"\7"
-    packed_six = bytes(range(64)) + address + ports
-    both = replace(INVITE, members=(FOUNDER, six))
-    assert mint(both) == packed(body_of(shape=2 + 32, more=PACKED + packed_six + b"a run"))
+    both = replace(INVITE, members=(FOUNDER, six))  # its keys come once
+    assert mint(both) == packed(body_of(shape=2 + 8 + 32, more=PACKED + address + ports + b"a run"))
     assert parse(mint(both), NOW_S) == both
+    mixed = replace(INVITE, members=(STRANGER, FOUNDER, six))
+    text = body_of(shape=3 + 16 + 64, more=STRANGER.pack() + PACKED + address + ports + b"a run")
+    assert mint(mixed) == packed(text)
+    assert parse(mint(mixed), NOW_S) == mixed
 
 
 def test_the_longest_invite_fits():
     others = [Contact(peer_id(bytes([n]) * 32), bytes(32), "2001:db8::7", 1, 2) for n in range(3)]
     longest = replace(INVITE, members=tuple(others), name=LONGEST_NAME)
-    assert len(mint(longest)) == 473 <= MAX_CHARS
+    assert len(mint(longest)) == 445 <= MAX_CHARS
 
 
 def test_every_mistyped_character_is_found():
@@ -139,7 +170,7 @@ def test_an_invite_of_the_first_version_is_refused_in_one_sentence():
     for count in (1, 8):
         body = msgspec.msgpack.encode([1, RUN, FOUNDER.peer, [address] * count, NOW_S + 60])
         assert refusal(packed(body)) == (
-            "the invite has another version: it is version 1, and this program reads version 2;"
+            "the invite has another version: it is version 1, and this program reads version 3;"
             " ask a member to update and send a new one"
         )
 
@@ -162,12 +193,14 @@ def test_another_version_is_named_whatever_follows(version, remedy):
         body_of(more=b""),
         body_of(more=PACKED[:-1]),
         body_of(shape=0, more=b""),
-        body_of(shape=1 + 4),  # the founder is the second of one member
+        body_of(shape=1 + 4),
         body_of(shape=2),
-        body_of(shape=1 + 4 * 3),
-        body_of(shape=1 + 16),
-        body_of(shape=1 + 32),
+        body_of(shape=2 + 32),
+        body_of(shape=1 + 8),  # the second of one is an IPv6 one
+        body_of(shape=1 + 32),  # and comes again
+        body_of(shape=2 + 64, more=PACKED * 2),
         body_of(shape=1 + 128),
+        body_of()[: 22 + FOUNDER_BYTES - 1],
         body_of(shape=255, more=PACKED * 4),
         body_of(more=PACKED + b"x" * (MAX_NAME_BYTES + 1)),
         body_of(more=PACKED + b"\x1b[2J"),
@@ -195,7 +228,7 @@ def test_an_invite_that_is_far_too_long_is_not_even_decoded():
         {"name": "two\nlines"},
         {"expires": -1},
         {"expires": 2**32},
-        {"founder": "nobody"},
+        {"founder": bytes(FOUNDER_BYTES + 1)},
         {"members": (replace(FOUNDER, host="here"),)},
         {"members": (replace(FOUNDER, control=0),)},
         {"members": (replace(FOUNDER, door=1 << 16),)},

@@ -5,7 +5,7 @@ import pytest
 from worlds.prepared import prepared
 
 from farflock.node.process.status import Status
-from farflock.node.run.invite import Invite, mint
+from farflock.node.run.invite import Invite, founder_of, mint
 from farflock.swarm.contact import Contact
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -39,7 +39,9 @@ def stopped(tmp_path):
     def leave(run):
         folder = tmp_path / "home" / "runs" / run
         folder.mkdir(parents=True)
-        old = Invite(run, PEER, (Contact(PEER, bytes(32), "127.0.0.1", 9, 9, 9),), "a run", 0)
+        old = Invite(
+            run, founder_of(PEER), (Contact(PEER, bytes(32), "127.0.0.1", 9, 9, 9),), "a run", 0
+        )
         status = Status(
             pid=0,
             run=run,

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from farflock.node.run.invite import Invite, mint
+from farflock.node.run.invite import Invite, founder_of, mint
 from farflock.swarm.contact import Contact
 from farflock.swarm.dht import daemon
 
@@ -15,7 +15,7 @@ MEMBER = Contact(PEER, bytes(32), "127.0.0.1", 9, 9, 9)
 
 
 def invite(lasts_s):
-    return mint(Invite(RUN, PEER, (MEMBER,), "a run", int(time.time() + lasts_s)))
+    return mint(Invite(RUN, founder_of(PEER), (MEMBER,), "a run", int(time.time() + lasts_s)))
 
 
 @pytest.mark.net

@@ -159,7 +159,7 @@ def test_a_run_seen_from_outside_is_told_in_lines(manifest):
         MemberInspection("12D3KooWgone", (), False, None),
     )
     said = _seen(
-        "ab" * 16, RunInspection(text.decode(), terms, 4, "0badcafe", members)
+        "ab" * 16, RunInspection("founder", text.decode(), terms, 4, "0badcafe", members)
     ).splitlines()
     assert said[1] == "members: 2, answering: 1 (view 4, on branch 0badcafe)"
     assert said[2].split() == ["D3KooWhere"[-8:], "12", "ms", "/ip4/192.0.2.7/tcp/4001"]
