@@ -23,7 +23,7 @@ from farflock.node.assembly.learnt import (
 from farflock.node.assembly.peer_world import PeerWorld
 from farflock.node.errors import RefusedByRun
 from farflock.node.run.head import Head, run_id, seal_head, unseal_head
-from farflock.node.run.invite import Invite
+from farflock.node.run.invite import Invite, founder_of
 from farflock.node.run.manifest import Manifest, parse
 from farflock.node.run.model_section import ModelKind, ModelSection
 from farflock.node.state.paths import write_whole
@@ -114,13 +114,11 @@ def kept_terms(path: Path, invite: Invite) -> LearntTerms | None:
         head = unseal_head(kept.head)
     except (OSError, ValueError, RecursionError):
         return None
-    is_head = (head.run, head.founder, head.digest) == (
-        *(invite.run, invite.founder),
-        digest_of(kept.terms),
-    )
-    if not is_head or run_id(kept.terms, invite.founder) != invite.run:
+    is_invited = head.run == invite.run and founder_of(head.founder) == invite.founder
+    is_whole = head.digest == digest_of(kept.terms) and run_id(kept.terms, head.founder) == head.run
+    if not (is_invited and is_whole):
         return None
-    return LearntTerms(invite.run, invite.founder, kept.terms, kept.head, (), invite.members)
+    return LearntTerms(head.run, head.founder, kept.terms, kept.head, (), invite.members)
 
 
 def read_run(learnt: LearntTerms, model: ModelKind = ModelSection) -> KnownRun:
