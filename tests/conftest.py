@@ -31,14 +31,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The everyday examples are a function of the tree, so that a commit is judged by the same tests
 # wherever and whenever it is judged. `make test-long` searches further, at random.
+NOT_BY_TIME = [hypothesis.HealthCheck.too_slow]  # it judges the machine
 hypothesis.settings.register_profile(
-    "everyday", max_examples=25, deadline=None, derandomize=True, database=None
+    "everyday",
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=NOT_BY_TIME,
 )
 hypothesis.settings.register_profile(
     "long",
     max_examples=200,
     deadline=None,
     derandomize=False,
+    suppress_health_check=NOT_BY_TIME,
     database=hypothesis.database.DirectoryBasedExampleDatabase(".hypothesis/examples"),
 )
 hypothesis.settings.load_profile("everyday")

@@ -36,7 +36,7 @@ def loss_of(rank, step, spoiled):
         # whose partner each peer is depends on the run's name
         *(("noloco", STEP_S, {"period": PERIOD, "name": name}) for name in ("a", "g", "l")),
         # the state is of a later round than the one in which a partner waits
-        ("noloco", 0.0, {"period": PERIOD, "name": "w"}),
+        ("noloco", 0.0, {"period": PERIOD, "name": "s"}),
         ("sparseloco", STEP_S, {"period": PERIOD}),
         ("ddp", STEP_S, {}),
     ],
