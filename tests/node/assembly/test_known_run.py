@@ -141,20 +141,21 @@ def known():
 
 
 def test_a_peer_that_was_in_the_run_knows_its_terms_from_its_folder(tmp_path):
-    run = NODES.run_id(FOUNDER.peer)
     known_run.keep_terms(tmp_path / "terms", known())
-    invite = Invite(run, FOUNDER.peer, (), "", 0)
+    invite = Invite(NODES.run_id(FOUNDER.peer), founder_of(FOUNDER.peer), (), "", 0)
     before = known_run.kept_terms(tmp_path / "terms", invite)
     assert known_run.read_run(before).manifest == NODES
     assert before.head == known().head
-    for other in (replace(invite, run="0" * 32), replace(invite, founder="somebody")):
+    for other in (replace(invite, run="0" * 32), replace(invite, founder=bytes(11))):
         assert known_run.kept_terms(tmp_path / "terms", other) is None
 
 
 def test_spoilt_terms_in_a_folder_are_none(tmp_path):
-    path, invite = tmp_path / "terms", Invite(NODES.run_id(FOUNDER.peer), FOUNDER.peer, (), "", 0)
+    path, run = tmp_path / "terms", NODES.run_id(FOUNDER.peer)
+    invite = Invite(run, founder_of(FOUNDER.peer), (), "", 0)
     assert known_run.kept_terms(path, invite) is None
     known_run.keep_terms(path, known())
+    assert known_run.kept_terms(path, invite) is not None
     raw = path.read_bytes()
     for spoilt in (raw[:-1], raw[:40] + b"x" + raw[41:], b"junk", bytes(10**6)):
         path.write_bytes(spoilt)
