@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from farflock.node.state import line_file
 from farflock.node.state.line_file import LineFile
 
-LINES = st.lists(st.binary(max_size=30).map(lambda raw: raw.replace(b"\n", b"") + b"\n"))
+LINE = st.binary(max_size=30).map(lambda raw: raw.replace(b"\n", b"") + b"\n")
+LINES = st.lists(LINE.filter(lambda line: line != b"head\n"))
 
 
 @pytest.fixture
