@@ -50,8 +50,8 @@ class RankFacts(msgspec.Struct, frozen=True):
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What a process sees of its part of the model before a step: why its parameters are none of
-    the run's any more, or how its weights were changed."""
+    """A process's view of its part of the model before a step: why its parameters are none of the
+    run's any more, or how its weights were changed."""
 
     refused: str = ""
     change: WeightChange = WeightChange()

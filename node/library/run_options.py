@@ -82,7 +82,7 @@ class RunOptions(CommonOptions, total=False):
 
 
 class LocalOptions(CommonOptions, total=False):
-    """What `local_swarm` passes on to each `SwarmOptimizer`."""
+    """Keywords that `local_swarm` passes on to each `SwarmOptimizer`."""
 
     inner: Any
     lr: float | None

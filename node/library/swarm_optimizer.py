@@ -194,17 +194,10 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         with kept(self, closure) as closure:
             if overflowed:  # the step counts, and changes nothing
                 super().zero_grad()
-            returned = self._ranks.step(partial(self._step, overflowed), closure, self._report)
+            work, report = partial(self._step, overflowed), partial(_report_of, self)
+            returned = self._ranks.step(work, closure, report)
         self._jumps.watch.mark(self.last_round)
         return returned
-
-    def _report(self) -> RankReport:
-        """Return what this process sees before a step, if rank 0 asks."""
-        try:
-            self._watch.check()
-        except Usage as error:
-            return RankReport(str(error)[:MAX_SAID])
-        return RankReport(change=self._jumps.watch.change())
 
     def _step(self, overflowed: bool, closure: Closure | None) -> Any:  # noqa: ANN401 - torch's
         life, loop = self._life, self._here.loop
@@ -460,6 +453,15 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
 def _is_alone(here: OptimizerNode) -> bool:
     """Return whether a run is this peer's, and nobody else is in it."""
     return here.founder and len(here.peer.context.views.newest.peers) == 1
+
+
+def _report_of(optimizer: SwarmOptimizer) -> RankReport:
+    """Return what a process sees before a step, if rank 0 asks."""
+    try:
+        optimizer._watch.check()
+    except Usage as error:
+        return RankReport(str(error)[:MAX_SAID])
+    return RankReport(change=optimizer._jumps.watch.change())
 
 
 def _facts_of(optimizer: SwarmOptimizer) -> RankFacts:

@@ -232,7 +232,7 @@ class PlainReplica:
                 CopiedAhead(flat).change(list(blocks(name, stored[0].shape)), noting)
             else:
                 self._change(list(blocks(name, stored[0].shape, self._length)), flat, noting)
-            for place in written:
+            for place in sorted(written):
                 x = stored[place]
                 if not x.is_contiguous():
                     in_memory_order(x).copy_(flat[place].view_as(x).permute(memory_order(x)))

@@ -79,7 +79,10 @@ def methods(node: ast.ClassDef) -> list[Function]:
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
-    """Annotations of the class body, and what any of its methods assigns to `self`."""
+    """Annotations of the class body, and what any of its methods assigns to `self`; a class whose
+    bases have `total` is the type of a dictionary, and has keys."""
+    if any(keyword.arg == "total" for keyword in node.keywords):
+        return set()
     fields = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
     stored = [
         part

@@ -17,6 +17,7 @@ NO_ROOMS = {
     "tests/worlds",
 }
 SUBJECTS = {
+    "at_size",
     "laws",
     "programs",
     "spec",
