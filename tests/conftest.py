@@ -15,6 +15,8 @@ import numpy as np
 import parts
 import pytest
 import torch
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 from nursery import Nursery
 from purity import GUARD
 
@@ -49,6 +51,17 @@ hypothesis.settings.register_profile(
     database=hypothesis.database.DirectoryBasedExampleDatabase(".hypothesis/examples"),
 )
 hypothesis.settings.load_profile("everyday")
+# hypothesis takes constants from the code that is loaded, so the tests before a test would decide
+# its examples. The random search goes on with them.
+constants_of_loaded_code = providers._get_local_constants
+
+
+def constants():
+    """Those of hypothesis itself, where examples are a function of the tree."""
+    return Constants() if hypothesis.settings.default.derandomize else constants_of_loaded_code()
+
+
+providers._get_local_constants = constants
 
 GOLDEN = Path(__file__).parent / "golden"
 NURSERIES = []  # they end with the session
