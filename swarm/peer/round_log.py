@@ -26,7 +26,7 @@ from farflock.swarm.protocol.log_truncation import LogTruncation
 LOG_ROUNDS = 8  # with all content, for members that were away
 MAX_LOG_BYTES = 128 * 1024 * 1024  # per stream, of that content; the newest round always stays
 MIN_SHELVED_BYTES = 1024 * 1024  # of a round's content; less stays in memory
-OLD_LOG_ROUNDS = 256  # with the last shards only, for trainers
+OLD_LOG_ROUNDS = 256  # with the last shards only, for trainers; of rounds without others, for all
 OLD_LOG_BYTES = 16 * 1024 * 1024  # per stream: last shards may be large
 
 
@@ -121,7 +121,8 @@ class RoundLog:
         state.log[number] = entry
         for member, value in entry.close.evaluations:
             self._context.evaluated(state.stream.name, entry.group[member], value)
-        while len(state.log) > LOG_ROUNDS:
+        most, _ = _limits(state.stream)
+        while len(state.log) > most:
             self._retire(state, next(iter(state.log)))
 
     def _retire(self, state: StreamState, number: int) -> None:
@@ -196,7 +197,8 @@ class RoundLog:
 
     def _fit(self, state: StreamState) -> None:
         """Drop the oldest complete rounds until the content of the others fits."""
-        while sum(entry.content_bytes for entry in state.log.values()) > MAX_LOG_BYTES:
+        _, most_bytes = _limits(state.stream)
+        while sum(entry.content_bytes for entry in state.log.values()) > most_bytes:
             oldest, entry = next(iter(state.log.items()))
             if oldest == state.newest or not entry.complete:
                 return
@@ -206,6 +208,13 @@ class RoundLog:
         """Resolve waiting exchanges as lost: no peer can tell their outcome any more."""
         for number in state.offers:
             state.resolve(number, RoundOutcome(Key(state.stream.name, number), "lost", next_round))
+
+
+def _limits(stream: Stream) -> tuple[int, int]:
+    """Return how many rounds the log of a stream has, and the bytes of their content. Where a round
+    is nothing but its last shards, they are as cheap to keep for members as for trainers."""
+    has_only_last = stream.terms.witnessed and stream.terms.bundles == 1
+    return (OLD_LOG_ROUNDS, OLD_LOG_BYTES) if has_only_last else (LOG_ROUNDS, MAX_LOG_BYTES)
 
 
 def _size_bytes(state: StreamState, entry: LoggedRound) -> int:
