@@ -17,6 +17,7 @@ from farflock.node.pipeline.server.counting import NO_WEIGHT, STREAM, Counting
 from farflock.node.run.planned_paths import plan_of_texts
 from farflock.node.simulate.lives import identity_of
 from farflock.node.simulate.pipeline import PipelineWorld, parts
+from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.sim.network import LinkModel
 
@@ -51,8 +52,10 @@ class PerServer(Audit):
 
     def __init__(self, *world):
         super().__init__(*world)
+        self.begun = {}  # by server's life, the number of steps taken before its last state came
         self.told = {}  # by server's life, the microbatches in what its method asked for last
-        self.left = []  # microbatches in messages, and those of them that no count had named
+        self.counted = collections.defaultdict(set)  # by stage, the microbatches that counts named
+        self.left = []  # in each message, the microbatches that no count had named
 
     def weights_of(self, life):
         now = dict(life.serving.server.stage.model.named_parameters())
@@ -64,19 +67,27 @@ class PerServer(Audit):
 
     def _watch_rounds(self, life):
         counting, audit = life.serving.counting, self
-        due, apply = type(counting).due, type(counting).apply
+        due, apply, restore = type(counting).due, type(counting).apply, type(counting).restore
 
         class Watched(type(counting)):
             __slots__ = ()
 
             def due(self, replica, progress):
                 if self.open is None:
-                    steps = [keys for one, _, keys in audit.taken if one is life]
+                    since = audit.taken[audit.begun.get(id(life), 0) :]
+                    steps = [keys for one, _, keys in since if one is life]
                     audit.told[id(life)] = {key for keys in steps for key in keys}
                 return audit.sent(life, due(self, replica, progress))
 
+            def restore(self, replica, state, mode):
+                restore(self, replica, state, mode)
+                if mode == "adopt":  # what was only in its own weights is gone
+                    audit.begun[id(life)] = len(audit.taken)
+
             def apply(self, replica, exchange, result):
                 is_count = exchange.key.stream == STREAM
+                if is_count and result.notes:  # before the merges that wait for it go out
+                    audit.counted[life.stage].update(notes.joined([result.notes]))
                 if is_count and result.status != "failed":
                     results = audit.applied[life.stage].setdefault(exchange.key.round, [])
                     results.append(result)
@@ -92,16 +103,14 @@ class PerServer(Audit):
     def sent(self, life, messages):
         """Note what leaves a server."""
         if any(each.key.stream != STREAM and each.weight > NO_WEIGHT for each in messages):
-            named = {key for keys in self.named[life.stage].values() for key in keys}
-            told = self.told[id(life)]
-            self.left.append((told, told - named))
+            self.left.append(self.told[id(life)] - self.counted[life.stage])
         return messages
 
     def note_merge(self, life, result):
         self.merges += 1
 
     def check(self):
-        assert not any(uncounted for _, uncounted in self.left), "uncounted work has left a server"
+        assert not any(self.left), "uncounted work has left a server"
         return super().check()
 
     def see(self, what, number):
@@ -194,20 +203,20 @@ def test_a_newcomer_whose_download_takes_dozens_of_steps_needs_no_second_state()
     one.on_event, passed = (lambda what, number: None), []
 
     async def come_back_slowly(sim):
+        await until(lambda: sim.settled)
         counting = sim.nodes[KILLED - STAGES].serving.counting
-        await until(lambda: sim.settled and counting.counts >= AFTER)
+        await until(lambda: counting.counts >= AFTER)
         me = identity_of(one.plan, KILLED).peer
         sim.network.set_link(me, LinkModel(SLOW, SLOW))
-        sim.kill(KILLED, 2.0)
         life = sim.nodes[KILLED]
-        await until(lambda: sim.nodes[KILLED] is not life)
-        begun = counting.counts
-        await until(lambda: line in sim.nodes[KILLED].peer.rounds.names)
+        sim.kill(KILLED, 2.0)
+        await until(lambda: sim.nodes.get(KILLED, life) is not life)
+        newcomer, begun = sim.nodes[KILLED], counting.counts
+        await until(lambda: line in newcomer.peer.rounds.names)
         passed.append(counting.counts - begun)
         sim.network.set_link(me, LinkModel())
-        newcomer = sim.nodes[KILLED].serving
-        await until(lambda: newcomer.counting.counts >= counting.counts)
-        await until(lambda: newcomer.server.served["merged"])
+        await until(lambda: newcomer.serving.counting.counts >= counting.counts)
+        await until(lambda: newcomer.serving.server.served["merged"])
         sim.end()
 
     one.run(come_back_slowly).check()
