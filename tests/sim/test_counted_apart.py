@@ -40,7 +40,7 @@ STEPS = 24
 KILLED = 3  # a server of the last stage
 AFTER = 6  # counts
 FOREVER = 10**6  # steps of runs that a test ends
-SLOW = 1200.0  # bytes per second, of a newcomer's line
+SLOW = 2500.0  # bytes per second, of a newcomer's line: much less, and it hears nobody
 
 
 class PerServer(Audit):
@@ -197,7 +197,7 @@ def test_a_backward_pass_goes_to_the_server_of_its_forward_pass():
 
 
 @pytest.mark.ci_more
-def test_a_newcomer_whose_download_takes_dozens_of_steps_needs_no_second_state():
+def test_a_newcomer_whose_download_takes_longer_than_eight_counts_needs_no_second_state():
     """What it follows the state with, lists of microbatches, is kept for long."""
     one, line = one_run("noloco", steps=FOREVER), f"{STREAM}/{KILLED % STAGES}"
     one.on_event, passed = (lambda what, number: None), []
@@ -220,7 +220,7 @@ def test_a_newcomer_whose_download_takes_dozens_of_steps_needs_no_second_state()
         sim.end()
 
     one.run(come_back_slowly).check()
-    assert passed[0] > 2 * LOG_ROUNDS, "the download took no longer than an ordinary log lasts"
+    assert passed[0] > LOG_ROUNDS, "the download took no longer than an ordinary log lasts"
     assert not one.tale.fields("over")
 
 
@@ -293,7 +293,7 @@ class TwinInNumPy(PerServer):
 
     def __init__(self, *world):
         super().__init__(*world)
-        # by server and merge: its steps until then, how many merged, and its weights after it
+        # by server and merge: its steps until then, the pair, and its weights after it
         self.merged = collections.defaultdict(list)
 
     def watch(self, number, node):
@@ -304,7 +304,10 @@ class TwinInNumPy(PerServer):
     def note_merge(self, life, result):
         weights = life.serving.server.stage.model.named_parameters()
         now = {name: x.detach().numpy().copy() for name, x in weights}
-        self.merged[id(life)].append((self.steps_of(life), len(result.participants), now))
+        self.merged[self.peer_of(life)].append((self.steps_of(life), result.participants, now))
+
+    def peer_of(self, life):
+        return identity_of(self.plan, life.number).peer
 
     def steps_of(self, life):
         return [keys for one, _, keys in self.taken if one is life]
@@ -317,49 +320,57 @@ class TwinInNumPy(PerServer):
             weights = {name: x - rate * sums[name].numpy() for name, x in weights.items()}
         return weights
 
-    def stage_of_the_paper(self, stage, alpha=0.5, beta=0.7, gamma=0.7):
-        """Yield the weights of a stage's two servers after each merge, and those of the paper."""
-        servers = [life for life in self.lives if life.stage == stage]
+    def stage_of_the_paper(self, stage):
+        """Yield after each merge of a stage, by server: its weights, those of the paper, and its
+        pair."""
+        lives = {self.peer_of(life): life for life in self.lives if life.stage == stage}
         initial = {name: x.detach().numpy() for name, x in self._stages[stage].named_parameters()}
-        phi, done = [initial, initial], [0, 0]
-        momentum = [dict.fromkeys(initial, 0.0), dict.fromkeys(initial, 0.0)]
-        for merges in zip(*(self.merged[id(life)] for life in servers), strict=False):
-            assert [partners for _, partners, _ in merges] == [2, 2]
-            theta = [
-                self.trained(life, start, steps[before:])
-                for life, start, before, (steps, _, _) in zip(
-                    servers, phi, done, merges, strict=True
-                )
-            ]
-            for name in initial:
-                work = (phi[0][name] - theta[0][name] + phi[1][name] - theta[1][name]) / 2
-                middle = (phi[0][name] + phi[1][name]) / 2
-                for u, x in zip(momentum, phi, strict=True):
-                    u[name] = alpha * u[name] - beta * work - gamma * (x[name] - middle)
-            phi = [
-                {name: x[name] + u[name] for name in initial}
-                for x, u in zip(phi, momentum, strict=True)
-            ]
-            done = [len(steps) for steps, _, _ in merges]
-            yield [now for _, _, now in merges], phi
+        phi, done = dict.fromkeys(lives, initial), dict.fromkeys(lives, 0)
+        momentum = dict.fromkeys(lives, dict.fromkeys(initial, 0.0))
+        for place in range(min(len(self.merged[peer]) for peer in lives)):
+            merges = {peer: self.merged[peer][place] for peer in lives}
+            theta = {
+                peer: self.trained(life, phi[peer], merges[peer][0][done[peer] :])
+                for peer, life in lives.items()
+            }
+            for peer, (steps, pair, _) in merges.items():
+                done[peer] = len(steps)
+                momentum[peer] = outer_step(momentum[peer], phi, theta, peer, pair)
+            phi = {
+                peer: {name: x + momentum[peer][name] for name, x in phi[peer].items()}
+                for peer in lives
+            }
+            yield {peer: (now, phi[peer], pair) for peer, (_, pair, now) in merges.items()}
+
+
+def outer_step(momentum, phi, theta, peer, pair, alpha=0.5, beta=0.7, gamma=0.7):
+    def step(name):
+        work = sum(phi[each][name] - theta[each][name] for each in pair) / len(pair)
+        middle = sum(phi[each][name] for each in pair) / len(pair)
+        return alpha * momentum[name] - beta * work - gamma * (phi[peer][name] - middle)
+
+    return {name: step(name) for name in momentum}
 
 
 @pytest.mark.ci_more
 def test_pairs_of_servers_make_the_steps_of_the_paper_at_each_stage():
-    total, batch = 16 * 4 * TOKENS, 4
+    total, batch = 20 * 4 * TOKENS, 4
     one = TwinInNumPy(
         plan(0, total, rate=RATE, method="noloco", options={"period": 4, "codec": "fp32"}),
         pipeline(3, batch, policy="noloco"),
-        PipelineWorld(parts(3, 2, 1), total, limit_s=600.0, view_s=2.0),
+        PipelineWorld(parts(3, 4, 1), total, limit_s=600.0, view_s=2.0),
     )
     one.run().check()
-    assert len(one.lives) == 6, "each server has one life"
+    assert len(one.lives) == 12, "each server has one life"
     for stage in range(3):
         merges = list(one.stage_of_the_paper(stage))
         assert len(merges) >= 3
-        for found, expected in merges:
-            for now, paper in zip(found, expected, strict=True):
+        pairs = {pair for merge in merges for _, _, pair in merge.values()}
+        assert {len(pair) for pair in pairs} == {2}
+        assert len(pairs) > 2, "servers meet different ones"
+        for merge in merges:
+            for now, paper, _ in merge.values():
                 for name, x in paper.items():
                     np.testing.assert_allclose(now[name], x, rtol=1e-5, atol=1e-6)
-        (first, second), _ = merges[-1]
-        assert any(not np.allclose(first[name], second[name]) for name in first)
+        first, *others = (now for now, _, _ in merges[-1].values())
+        assert any(not np.allclose(first[name], x[name]) for x in others for name in first)
