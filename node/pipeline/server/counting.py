@@ -277,12 +277,13 @@ class Counting:
 
     def snapshot(self, replica: Replica) -> State:
         """Return the method's, and the number of counts."""
-        return self.method.snapshot(replica) | self._counts()
+        return self.method.snapshot(replica) | {COUNTS: torch.tensor(self.counts)}
 
     def live(self, replica: Replica) -> LiveState:
         """Return the state without copies of large tensors."""
         shared, own, model = live_state(self.method, replica)
-        return LiveState(shared | self._counts(), own | self._own(), model)
+        shared = shared | {COUNTS: torch.tensor(self.counts)}
+        return LiveState(shared, own | self._own(), model)
 
     def evaluated(self, replica: Replica) -> Tensors:
         """Return the method's parameters to evaluate, as they are stored."""
@@ -324,9 +325,6 @@ class Counting:
         self.counts, self.open = counter(COUNTS, state), None
         self.held, self._empty, self._late = [], set(), {}
         self.tokens.forget()
-
-    def _counts(self) -> State:
-        return {COUNTS: torch.tensor(self.counts)}
 
     def _own(self) -> State:
         own = {HELD + merge.key.stream: torch.tensor(merge.key.round) for merge in self.held}
