@@ -243,11 +243,7 @@ class Chunks:
                 return stored
 
     async def _fetch_once(
-        self,
-        fetching: Fetching,
-        size: int,
-        first: PeerId,
-        holders: Callable[[], Sequence[PeerId]],
+        self, fetching: Fetching, size: int, first: PeerId, holders: Callable[[], Sequence[PeerId]]
     ) -> None:
         """Fetch one copy, unverified, in the share of the budget of its `first` holder; pieces are
         missing if no holder is left alive."""

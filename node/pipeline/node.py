@@ -241,6 +241,8 @@ class PipelineNode:
                 unmerged = sum(each.tokens.unmerged for each in apart)
                 tokens = self.edges.tokens
                 counts |= {"counted": counted // tokens, "counted only here": unmerged // tokens}
+                spreads = [each.spread for each in apart if each.spread is not None]
+                counts |= {"ppm apart": round(1e6 * max(spreads))} if spreads else {}
         if self.trainer is not None:
             commits = self.trainer.commits
             counts |= {
@@ -379,7 +381,7 @@ class PipelineNode:
             )
         terms = replace(terms, window=min(terms.window, late))
         made = method(plan.method, **plan.options)
-        steps = count_steps(made, plan.model.layers)
+        steps = count_steps(made, plan.model.layers, pipeline.count_every)
         batch = max(steps * pipeline.batch_tokens // edges.tokens, 1)
         # a batch that is being agreed on, and what is in flight beside it
         allowance, inputs = (
@@ -427,7 +429,8 @@ class StageExchanges:
         if index not in self.made:
             shapes = shapes_of(self._plan.model, self._pipeline.stages[index])
             with torch.device("meta"):
-                self.made[index] = stage_method(self._plan).streams(ShapeReplica(shapes))
+                made = stage_method(self._plan, self._pipeline.count_every)
+                self.made[index] = made.streams(ShapeReplica(shapes))
         return self.made[index]
 
     def stream(self, index: int) -> StreamName:

@@ -14,6 +14,7 @@ payload names (node/pipeline/contrib/embedding_versions.py); and weights are pro
 writes them (node/pipeline/passes/constraint.py).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ from farflock.node.run.split import BadSplit, even, split
 from farflock.node.run.terms import MAX_VISIT, PipelinePlan, RunPlan
 from farflock.optimizers.catalog import SUMMING
 from farflock.optimizers.method import Exchange, Method
+from farflock.optimizers.parts.stateful import StepSchedule
 from farflock.swarm.paths.policy import Microbatch, PathPolicy
 from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
@@ -444,16 +446,32 @@ def _rounds_in_step(setup: Composition) -> Breach | None:
     )
 
 
+def _merges_at_counts(setup: Composition) -> Breach | None:
+    """A merge waits for the count after the same step."""
+    every, made = setup.pipeline.count_every, setup.method
+    if every == 1:
+        return None
+    if not (setup.is_counted_apart and isinstance(made, StepSchedule)):
+        why = f"the rounds of method {setup.plan.method} name the microbatches themselves"
+        return why, "leave pipeline.count_every out"
+    steps = [step for due in made.due_steps.values() for step in due]
+    if not any(step % every for step in steps):
+        return None
+    why = f"count_every is {every}, and method {setup.plan.method} merges after steps {steps}"
+    return why, f"set pipeline.count_every to {math.gcd(every, *steps)}"
+
+
 # microbatches in flight
 
 
 def _kept(setup: Composition) -> Breach | None:
     """A lone trainer must be able to fill a round while the previous one is being agreed upon."""
-    trainer, steps = setup.pipeline.trainer, count_steps(setup.method, setup.plan.model.layers)
+    trainer, every = setup.pipeline.trainer, setup.pipeline.count_every
+    steps = count_steps(setup.method, setup.plan.model.layers, every)
     needed = min_kept(setup.batch, steps, trainer.window)
     if needed > MAX_KEYS:
         why = f"a round of {steps} steps of {setup.batch} microbatches needs a trainer to keep"
-        remedy = "lower pipeline.batch, or the method's period"
+        remedy = "lower pipeline.batch, or the method's period, or pipeline.count_every"
         return f"{why} {needed}, and it can keep {MAX_KEYS}", remedy
     if trainer.kept >= needed:
         return None
@@ -556,6 +574,7 @@ RULES: Mapping[str, Callable[[Composition], Breach | None]] = {
     "rounds in step": _rounds_in_step,
     "parts of stages": _parts_of_stages,
     "rounds by steps": _rounds_by_steps,
+    "merges at counts": _merges_at_counts,
     "kept microbatches": _kept,
     "versions in use": _versions_in_use,
     "shared versions": _shared_versions,

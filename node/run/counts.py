@@ -33,9 +33,11 @@ def is_counted_apart(made: Method, streams: Sequence[Exchange]) -> bool:
     return needs and isinstance(made, StepSchedule)
 
 
-def count_steps(made: Method, layers: int) -> int:
-    """Return the steps between rounds that name microbatches."""
-    return 1 if is_counted_apart(made, placeholder_streams(made, layers)) else steps_of(made)
+def count_steps(made: Method, layers: int, count_every: int) -> int:
+    """Return the steps between rounds that name microbatches; `count_every` of them, if these are
+    counts of their own."""
+    apart = is_counted_apart(made, placeholder_streams(made, layers))
+    return count_every if apart else steps_of(made)
 
 
 def steps_of(options: Method | Mapping[str, Any]) -> int:

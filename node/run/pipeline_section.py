@@ -94,7 +94,8 @@ class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     Every `rebalance_s` seconds one server may move to a stage that has too few; if 0, only to a
     stage that has none. After every `end_copies` rounds, unless 0, servers of the stages next to
     the first and the last copy the embedding, or the norm and the head, which nothing else could
-    restore.
+    restore. Microbatches are counted after every `count_every` steps, where the method's own rounds
+    cannot name them (docs/decisions/038).
 
     `constrain` says which members keep their weights in the subspace of a codec that has one:
     `all`, or only `pipelines`, while full replicas train freely alongside. In the latter case
@@ -126,6 +127,7 @@ class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     constrain: Constrained = "all"
     table_every: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     plan: PathTerms | None = None  # paths for policy `planned`
+    count_every: Few | None = None  # None: after each step
 
 
 def fill_pipeline(table: dict[str, Any]) -> None:
@@ -138,7 +140,9 @@ def fill_pipeline(table: dict[str, Any]) -> None:
         pipeline["stages"] = _sizes(stages, table["model"])
     window = pipeline.get("window", _TRAINER.window)
     if "kept" not in pipeline and isinstance(batch, int) and isinstance(window, int):
-        needed = min_kept(batch, steps_of(table["method"]["options"]), window)
+        every = pipeline.get("count_every", 1)
+        steps = max(steps_of(table["method"]["options"]), every if isinstance(every, int) else 1)
+        needed = min_kept(batch, steps, window)
         pipeline["kept"] = _TRAINER.kept if needed > MAX_KEYS else max(needed, _TRAINER.kept)
     if "basis" not in pipeline and (digest := _basis_of(pipeline.get("codec"), table)) is not None:
         pipeline["basis"] = digest
@@ -252,6 +256,7 @@ def plan_of(terms: PipelineSection, plan: RunPlan) -> PipelinePlan:
         paths=None if terms.plan is None else plan_of_texts(terms.plan.lanes),
         constrain=terms.constrain,
         table_every=terms.table_every,
+        count_every=terms.count_every or 1,
     )
 
 

@@ -190,7 +190,8 @@ class PipelinePlan:
     codec that remembers samples, each end of an edge holds at most `cache_bytes` of values.
     `constrain` says whether full replicas keep to the codec's subspace too; if only pipelines
     do, the frozen embedding has a new version after every `table_every` rounds of the first
-    stage."""
+    stage. Where microbatches are counted apart from the method's own rounds, that is after every
+    `count_every` steps."""
 
     stages: tuple[range, ...]
     batch_tokens: int
@@ -206,6 +207,7 @@ class PipelinePlan:
     paths: PathPlan | None = None  # for policy `planned`
     constrain: Constrained = "all"
     table_every: int = 0
+    count_every: int = 1
 
     @property
     def turns(self) -> EmbeddingSchedule | None:

@@ -30,7 +30,7 @@ MIN_SHELVED_BYTES = 1024 * 1024  # of a round's content; less stays in memory
 # its rounds come fast.
 MIN_LATER_BYTES = 1024 * 1024
 FILLS = 4  # rounds whose content is fetched at once while a node replays them
-OLD_LOG_ROUNDS = 256  # with the last shards only, for trainers
+OLD_LOG_ROUNDS = 256  # with the last shards only, for trainers; of rounds without others, for all
 OLD_LOG_BYTES = 16 * 1024 * 1024  # per stream: last shards may be large
 
 
@@ -180,7 +180,8 @@ class RoundLog:
         state.log[number] = entry
         for member, value in entry.close.evaluations:
             self._context.evaluated(state.stream.name, entry.group[member], value)
-        while len(state.log) > LOG_ROUNDS and self._may_retire(state, next(iter(state.log))):
+        most, _ = _limits(state.stream)
+        while len(state.log) > most and self._may_retire(state, next(iter(state.log))):
             self._retire(state, next(iter(state.log)))
 
     def _retire(self, state: StreamState, number: int) -> None:
@@ -274,7 +275,8 @@ class RoundLog:
 
     def _fit(self, state: StreamState) -> None:
         """Drop the oldest complete rounds until the content of the others fits."""
-        while size_after(state, -1) > MAX_LOG_BYTES:
+        _, most_bytes = _limits(state.stream)
+        while size_after(state, -1) > most_bytes:
             oldest, entry = next(iter(state.log.items()))
             is_last = oldest == state.newest or not entry.complete
             if is_last or not self._may_retire(state, oldest):
@@ -301,6 +303,13 @@ class RoundLog:
 def size_after(state: StreamState, number: int) -> int:
     """Return the bytes of content of the logged rounds after this one."""
     return sum(entry.content_bytes for at, entry in state.log.items() if at > number)
+
+
+def _limits(stream: Stream) -> tuple[int, int]:
+    """Return how many rounds the log of a stream has, and the bytes of their content. Where a round
+    is nothing but its last shards, they are as cheap to keep for members as for trainers."""
+    has_only_last = stream.terms.witnessed and stream.terms.bundles == 1
+    return (OLD_LOG_ROUNDS, OLD_LOG_BYTES) if has_only_last else (LOG_ROUNDS, MAX_LOG_BYTES)
 
 
 def _size_bytes(state: StreamState, entry: LoggedRound) -> int:

@@ -111,12 +111,7 @@ def command(
             machine_of(machine),
             logs_of(machine),
             lambda placed, started: join(
-                placed,
-                invited,
-                started,
-                LEARN_TIMEOUT_S,
-                progress,
-                waits_for_room=not no_wait,
+                placed, invited, started, LEARN_TIMEOUT_S, progress, waits_for_room=not no_wait
             ),
             greet,
             grace_of(machine),

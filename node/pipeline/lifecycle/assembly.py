@@ -94,7 +94,7 @@ class Assembly:
         """Assemble a stage's server; `first` is an exchange of its stream with microbatch ids."""
         plan, peer, means, stream = self.plan, self.peer, self.means, first.key.stream
         stage, replica, inner = self._stage_and_replica(index)
-        driver = Driver(stage_method(plan), replica)
+        driver = Driver(stage_method(plan, self.pipeline.count_every), replica)
         staleness = self.pipeline.server.staleness * first.stride
         summing, pipeline = plan.method in SUMMING, self.pipeline
         share = shares_of(pipeline.policy, pipeline.layers, pipeline.paths)[index]

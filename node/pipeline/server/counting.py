@@ -4,7 +4,8 @@ that count (docs/decisions/038).
 A method that merges in pairs, in fragments or late has no round that takes in the whole of a
 server's work, or none of it. `Counting` wraps it. Its first stream, `microbatches`, is a round of
 the stage's whole group without tensors, whose only content is the list of microbatches. It is due
-after each local step. What the method asks for at that step is held back until the list is known:
+after each local step, or after every so many. What the method asks for at that step is held back
+until the list is known:
 
     due:    method.due -> held;  the count is requested
     apply:  the count names this server     -> the held exchanges go out
@@ -19,6 +20,7 @@ A merge has the number of the count that it waits for, on the axis of the stage'
 decides both. The method itself counts its rounds as ever, and `Counting` translates.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -51,6 +53,7 @@ from farflock.optimizers.parts.stateful import (
 
 STREAM = "microbatches"
 COUNTS = "counts"  # in a snapshot: the number of counts in it
+SINCE = "uncounted_steps"  # in a checkpoint: of the count that is not asked for yet
 HELD = "held."  # prefix in a checkpoint: the number of a merge that waits for its count
 DEADLINE_S = 30.0
 # Of a server that sits out. If all do, the mean is still one: zeros.
@@ -127,17 +130,22 @@ class UnmergedTokens:
 
 @dataclass(slots=True)
 class Counting:
-    """`method` at a stage, with a count after each local step."""
+    """`method` at a stage, with a count after `every` local steps; all its merges are due after
+    such steps."""
 
     method: Method
     schedule: StepSchedule
     deadline_s: float = DEADLINE_S
+    every: int = 1
     counts: int = field(default=0, init=False)  # that are over
     open: int | None = field(default=None, init=False)  # the count whose outcome is not known
     # whether a count has named all work that is in the replica
     is_counted: bool = field(default=True, init=False)
     held: list[Exchange] = field(default_factory=list, init=False)
+    _since: int = field(default=0, init=False)  # local steps since the last count was asked for
     tokens: UnmergedTokens = field(default_factory=UnmergedTokens, init=False)
+    # relative distance of the weights in the last merge of a pair from the pair's mean
+    spread: float | None = field(default=None, init=False)
     _numbers: dict[str, AxisNumbers] = field(default_factory=dict, init=False)
     # merges that were sent empty, in place of work not counted
     _empty: set[ExchangeKey] = field(default_factory=set, init=False)
@@ -166,8 +174,9 @@ class Counting:
         merges = self.method.streams(replica)
         for merge in merges:
             first, between = self.schedule.due_steps[merge.key.stream]
-            own = merge.key.round, merge.stride
-            self._numbers[merge.key.stream] = AxisNumbers(*own, first - 1, between)
+            axis = first // self.every - 1, between // self.every
+            numbers = AxisNumbers(merge.key.round, merge.stride, *axis)
+            self._numbers[merge.key.stream] = numbers
             self.tokens.begin(merge.key.stream)
         return [self._count(0), *map(self._outward, merges)]
 
@@ -177,13 +186,14 @@ class Counting:
         self.method.local_step(replica, progress)
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Request a count, unless one is open, and hold back what the method asks for. The weight
-        of a count says what would be lost with this server if it died after it."""
+        """Request a count if it is due and none is open, and hold back what the method asks for.
+        The weight of a count says what would be lost with this server if it died after it."""
         self.tokens.train(progress.step_tokens)
-        if self.open is not None:
+        self._since += 1
+        if self.open is not None or self._since < self.every:
             return []
-        self.open = self.counts
-        if self._is_merge_due(self.counts + 1):
+        self.open, self._since = self.counts, 0
+        if self._is_merge_due((self.counts + 1) * self.every):
             self.held = self.method.due(replica, progress)
         return [replace(self._count(self.counts), weight=self.tokens.offer())]
 
@@ -202,13 +212,15 @@ class Counting:
             self._empty.discard(key)
             result = replace(result, taken={}, sent=None)
         self.tokens.merge(key, result)
+        if isinstance(exchange.group, RandomGroups) and len(result.participants) > 1:
+            self.spread = _distance(result)
         more = self.method.apply(replica, self._inward(exchange), result)
         return [self._outward(each) for each in more]
 
     def _close(self, replica: Replica, number: int, result: Result) -> list[Exchange]:
         self.counts = max(self.counts, result.next_round)
         if number != self.open:  # decided without this server; the others have made its steps
-            self.schedule.at_step(replica, self.counts)
+            self._take_up_schedule(replica)
             return []
         held, self.held, self.open = self.held, [], None
         is_named, late = bool(result.taken), result.steps_since
@@ -226,6 +238,10 @@ class Counting:
             return merge
         self._empty.add(merge.key)
         return replace(merge, tensors=zeros(shapes_of(merge.tensors)), weight=NO_WEIGHT)
+
+    def _take_up_schedule(self, replica: Replica) -> None:
+        self._since = 0
+        self.schedule.at_step(replica, self.counts * self.every)
 
     def _is_merge_due(self, step: int) -> bool:
         return any(
@@ -261,12 +277,13 @@ class Counting:
 
     def snapshot(self, replica: Replica) -> State:
         """Return the method's, and the number of counts."""
-        return self.method.snapshot(replica) | self._counts()
+        return self.method.snapshot(replica) | {COUNTS: torch.tensor(self.counts)}
 
     def live(self, replica: Replica) -> LiveState:
         """Return the state without copies of large tensors."""
         shared, own, model = live_state(self.method, replica)
-        return LiveState(shared | self._counts(), own | self._own(), model)
+        shared = shared | {COUNTS: torch.tensor(self.counts)}
+        return LiveState(shared, own | self._own(), model)
 
     def evaluated(self, replica: Replica) -> Tensors:
         """Return the method's parameters to evaluate, as they are stored."""
@@ -277,7 +294,7 @@ class Counting:
         self.method.restore(replica, state, mode)
         self._begin(state)
         self.is_counted = self.is_counted or mode == "adopt"
-        self.schedule.at_step(replica, self.counts)
+        self._take_up_schedule(replica)
 
     def personal(self, replica: Replica) -> State:
         """Return the method's, and what waits for a count."""
@@ -291,6 +308,7 @@ class Counting:
         self.is_counted = False
         if "count" in state:
             self.open = counter("count", state)
+        self._since = counter(SINCE, state) if SINCE in state else 0
         for merge in self.method.streams(replica):
             if (name := HELD + merge.key.stream) in state:
                 self.held.append(replace(merge, key=replace(merge.key, round=counter(name, state))))
@@ -308,20 +326,31 @@ class Counting:
         self.held, self._empty, self._late = [], set(), {}
         self.tokens.forget()
 
-    def _counts(self) -> State:
-        return {COUNTS: torch.tensor(self.counts)}
-
     def _own(self) -> State:
         own = {HELD + merge.key.stream: torch.tensor(merge.key.round) for merge in self.held}
+        own |= {SINCE: torch.tensor(self._since)} if self._since else {}
         return own if self.open is None else own | {"count": torch.tensor(self.open)}
 
 
-def stage_method(plan: RunPlan) -> Method:
-    """Return the run's method as stages run it: with counts of their own, if it needs them."""
+def _distance(result: Result) -> float | None:
+    """Return the Euclidean distance of the weights that were sent from the mean of all, divided by
+    their norm; None if none were."""
+    mean, sent = result.mean, result.sent
+    if mean is None or sent is None:
+        return None
+    names = [name for name in sent if not name.startswith("delta.")]  # changes, beside weights
+    apart = sum(float((mean[name] - sent[name]).double().square().sum()) for name in names)
+    whole = sum(float(sent[name].double().square().sum()) for name in names)
+    return math.sqrt(apart / whole) if whole else None
+
+
+def stage_method(plan: RunPlan, count_every: int) -> Method:
+    """Return the run's method as stages run it: with counts of their own after so many steps, if it
+    needs them."""
     made = method(plan.method, **plan.options)
     templates = placeholder_streams(made, plan.model.layers)
     if not is_counted_apart(made, templates):
         return made
     assert isinstance(made, StepSchedule)
     wait_s = min((each.deadline_s for each in templates), default=DEADLINE_S)
-    return Counting(made, made, deadline_s=wait_s)
+    return Counting(made, made, deadline_s=wait_s, every=count_every)

@@ -64,6 +64,7 @@ def parts(
     batch_size=2,
     constrain="all",
     table_every=0,
+    count_every=1,
     **plan,
 ):
     run = RunPlan(
@@ -78,7 +79,7 @@ def parts(
     trainer, server = TrainerTerms(window=window, kept=kept), ServerTerms(staleness=staleness)
     called = policy if isinstance(policy, str) else "planned"
     terms = {"end_copies": end_copies, "asynchronous": late, "cache_bytes": cache_bytes}
-    terms |= {"constrain": constrain, "table_every": table_every}
+    terms |= {"constrain": constrain, "table_every": table_every, "count_every": count_every}
     cut, tokens = split(MODEL, sizes), batch * run.batch * run.seq
     pipeline = PipelinePlan(cut, tokens, codec, called, server, trainer, **terms)
     made = policy_of(policy, sizes, 1, "me") if isinstance(policy, str) else policy
@@ -314,6 +315,18 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
         "set a period",
     ),
     (
+        "merges at counts",
+        {"count_every": 2},
+        "the rounds of method ddp name the microbatches themselves",
+        "leave pipeline.count_every out",
+    ),
+    (
+        "merges at counts",
+        {"count_every": 4, "name": "noloco", "options": {"period": 50}, "kept": 1000},
+        "count_every is 4, and method noloco merges after steps [50, 50]",
+        "set pipeline.count_every to 2",
+    ),
+    (
         "kept microbatches",
         {"kept": 39},
         "1 steps of 16 microbatches, and a trainer keeps only 39, 8 of them",
@@ -476,6 +489,13 @@ def test_of_the_shelf_only_async_is_refused(name, policy):
         assert refusal(made).rule == "rounds in step"
     else:
         require_composable(made)
+
+
+def test_a_method_that_counts_apart_keeps_the_microbatches_of_two_counts():
+    options = {"name": "noloco", "options": {"period": 50}, "count_every": 5}
+    needed = min_kept(16, 5, 8)
+    require_composable(parts(kept=needed, **options))
+    assert refusal(parts(kept=needed - 1, **options)).rule == "kept microbatches"
 
 
 def test_a_method_that_counts_apart_needs_no_more_room_for_a_longer_period():

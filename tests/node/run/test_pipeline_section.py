@@ -50,6 +50,7 @@ def test_a_number_of_stages_becomes_the_layers_of_each_and_all_else_is_spelt_out
         "basis",
         "cache_bytes",
         "plan",
+        "count_every",
     }
     assert all(
         f"\
@@ -57,7 +58,7 @@ def test_a_number_of_stages_becomes_the_layers_of_each_and_all_else_is_spelt_out
         in text
         for name in spelt_out
     )
-    for name in ("asynchronous", "plan"):
+    for name in ("asynchronous", "plan", "count_every"):
         assert name not in text, (
             "what a run does not do is not in its terms, or its id would have changed"
         )

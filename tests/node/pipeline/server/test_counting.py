@@ -1,6 +1,7 @@
 """A count before each merge: what leaves a server holds counted microbatches only, a server that a
 count does not name sits out, and a method whose counts name everyone is the method itself."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -32,13 +33,14 @@ class Member:
     """A server's method and its loop, whose swarm is the test. The exchanges that went out are in
     `sent` with their tensors, as the others would decode them."""
 
-    def __init__(self, name="noloco", options=NOLOCO, *, counting=True):
+    def __init__(self, name="noloco", options=NOLOCO, *, counting=True, every=1):
         torch.manual_seed(1)
         module = nn.Sequential()
         module.layers = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
         self.replica = PlainReplica(module, torch.optim.SGD(module.parameters(), 0.5), None)
         self.bare = method(name, **options)
-        self.method = Counting(self.bare, self.bare) if counting else self.bare
+        counted = Counting(self.bare, self.bare, every=every)
+        self.method = counted if counting else self.bare
         self.templates = {each.key.stream: each for each in self.method.streams(self.replica)}
         self.module, self.steps, self.open, self.sent = module, 0, [], []
 
@@ -97,9 +99,12 @@ class Member:
         return state_hash(self.bare.snapshot(self.replica))
 
 
+@pytest.mark.parametrize("is_rare", [False, True])
 @pytest.mark.parametrize(("name", "options"), METHODS)
-def test_where_counts_name_everyone_the_method_is_the_bare_one_to_the_bit(name, options):
-    counted, bare = Member(name, options), Member(name, options, counting=False)
+def test_where_counts_name_everyone_the_method_is_the_bare_one_to_the_bit(name, options, is_rare):
+    due = method(name, **options).due_steps.values()
+    every = (math.gcd(*(step for steps in due for step in steps)) or 4) if is_rare else 1
+    counted, bare = Member(name, options, every=every), Member(name, options, counting=False)
     for step in range(3 * PERIOD + 2):
         for one in (counted, bare):
             one.whole_step(step % 5 - 2, pull=0.125)
@@ -107,6 +112,7 @@ def test_where_counts_name_everyone_the_method_is_the_bare_one_to_the_bit(name, 
         assert counted.outer == bare.outer
     assert len(counted.sent) == len(bare.sent)
     assert bool(counted.sent) == (name != "local")
+    assert counted.method.counts == counted.steps // every
 
 
 def test_a_merge_has_the_number_of_its_count_and_waits_for_it():
@@ -122,6 +128,48 @@ def test_a_merge_has_the_number_of_its_count_and_waits_for_it():
     assert (template.key.round, template.stride) == (2, PERIOD)
     first = one.templates[STREAM]
     assert (first.key.round, first.stride, dict(first.tensors), first.uniform) == (0, 1, {}, True)
+
+
+def test_counts_after_several_steps_have_neighbouring_numbers_and_take_in_all_of_them():
+    one, seen = Member("noloco", NOLOCO | {"period": 2 * PERIOD}, every=PERIOD), []
+    for step in range(4 * PERIOD):
+        seen += (asked := one.step(1))
+        assert bool(asked) == ((step + 1) % PERIOD == 0)
+        seen += one.count() if asked else []
+        assert one.method.is_counted == bool(asked), "what is not counted yet may not leave"
+        one.merge()
+    assert seen == [
+        *((STREAM, 0), (STREAM, 1), ("pairs", 1)),
+        *((STREAM, 2), (STREAM, 3), ("pairs", 3)),
+    ]
+    assert (one.templates["pairs"].key.round, one.templates["pairs"].stride) == (1, 2)
+
+
+def test_steps_made_while_a_rare_count_is_open_belong_to_the_next_one():
+    one = Member(every=PERIOD)
+    asked = [one.step(1) for _ in range(PERIOD + 1)]
+    assert asked == [*[[]] * (PERIOD - 1), [(STREAM, 0)], []]
+    one.count()
+    one.merge()
+    assert [one.step(1) for _ in range(PERIOD - 1)] == [*[[]] * (PERIOD - 2), [(STREAM, 1)]]
+
+
+def test_a_server_that_missed_a_rare_count_begins_its_steps_again_with_the_others():
+    one = Member(every=PERIOD)
+    one.step(1)
+    missed = replace(one.templates[STREAM], key=ExchangeKey(STREAM, 4))
+    one.method.apply(one.replica, missed, Result("ok", 5))
+    asked = [one.step(1) for _ in range(PERIOD)]
+    assert asked == [*[[]] * (PERIOD - 1), [(STREAM, 5)]]
+    assert one.count() == [("pairs", 5)]
+
+
+def test_a_server_that_stops_between_rare_counts_goes_on_where_it_was():
+    one, again = Member(every=PERIOD), Member(every=PERIOD)
+    one.step(1)
+    state = one.method.snapshot(one.replica) | one.method.personal(one.replica)
+    again.method.resume(again.replica, state)
+    assert [again.step(1) for _ in range(PERIOD - 1)] == [*[[]] * (PERIOD - 2), [(STREAM, 0)]]
 
 
 @pytest.mark.parametrize("status", ["partial", "failed"])
@@ -217,6 +265,12 @@ def test_two_servers_that_meet_in_pairs_make_the_steps_of_the_paper():
             theta[place] = theta[place] - rate * gradient
         if (step + 1) % PERIOD == 0:
             swap(servers)
+            messages = [one.sent[-1][1].values() for one in servers]
+            sent = [np.concatenate([x.numpy().ravel() for x in message]) for message in messages]
+            apart = np.linalg.norm(sent[0] - sent[1]) / 2
+            for one, mine in zip(servers, sent, strict=True):
+                expected = apart / np.linalg.norm(mine)
+                assert one.method.spread == pytest.approx(expected, rel=1e-3)
             work = np.mean([before - after for before, after in zip(phi, theta, strict=True)], 0)
             middle = np.mean(phi, 0)
             for place in range(2):
