@@ -14,9 +14,16 @@ import psutil
 
 from farflock.node.assembly.own_addresses import LOOPBACK, Listening
 from farflock.node.errors import Usage
-from farflock.swarm.addresses import AddressScope, BadHost, LinkAddress, hosts_of, numeric, scope_of
+from farflock.swarm.addresses import (
+    MAX_PUBLISHED,
+    AddressScope,
+    BadHost,
+    LinkAddress,
+    hosts_of,
+    numeric,
+    scope_of,
+)
 
-MAX_ADVERTISED = 2
 MAX_PORT = 65534  # the next one is for bulk
 # Where a connection of each family would go; nothing is sent there (RFC 5737, RFC 3849).
 _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
@@ -67,7 +74,8 @@ def bound_hosts(host: str, place: str) -> tuple[str, ...]:
 
 def advertised(texts: Sequence[str], place: str) -> tuple[LinkAddress, ...]:
     """Return the addresses in `ADDRESS:PORT`, whose next port is that of bulk; raise `Usage` for
-    any other text. An IPv6 address is in brackets, and a name stands for all of its addresses."""
+    any other text, and for more addresses than a peer publishes. An IPv6 address is in brackets,
+    and a name stands for all of its addresses."""
     found = []
     for text in texts:
         host, _, port = text.rpartition(":")
@@ -79,7 +87,11 @@ def advertised(texts: Sequence[str], place: str) -> tuple[LinkAddress, ...]:
             why = f"{host[:64]!r} is not an address that others could dial, nor a known name"
             raise Usage(place, why, "write the address at which others reach this machine")
         found += [LinkAddress(each, int(port), int(port) + 1) for each in known]
-    return tuple(dict.fromkeys(found))[:MAX_ADVERTISED]
+    several = tuple(dict.fromkeys(found))
+    if len(several) > MAX_PUBLISHED:
+        why = f"these are {len(several)} addresses, and a peer publishes {MAX_PUBLISHED}"
+        raise Usage(place, why, "name those that most others can dial")
+    return several
 
 
 def default_host(outside: Sequence[LinkAddress]) -> str:

@@ -1,5 +1,6 @@
 """Peers made by hand, as tests of the swarm and of nodes need them."""
 
+from farflock.node.process.status import Status
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.record import Record, seal
@@ -34,3 +35,12 @@ async def end(*tasks):
 def peer_in(network, owner, terms, incarnation=1, **more):
     """A peer on a simulated network."""
     return peer_over(network.links(owner.peer), owner, terms, incarnation, **more)
+
+
+def node_status(**known):
+    """The status of a member that has done nothing yet, but for what is known of it."""
+    counts = ("pid", "step", "tokens", "total_tokens", "view")
+    traffic = ("sent_bytes", "received_bytes", "unsure_rounds")
+    zeros, empty = dict.fromkeys(counts + traffic, 0), ("members", "partners", "waits")
+    named = {"run": "ab" * 16, "peer": "p", "invite": "farflock:x", "loss": None, "dropped": {}}
+    return Status(**{**zeros, **dict.fromkeys(empty, ()), **named, "is_member": True, **known})

@@ -9,6 +9,7 @@ from farflock.swarm.messages import Key
 from farflock.swarm.protocol.slowness import (
     ENOUGH_ROUNDS,
     KEPT_ROUNDS,
+    MAX_TIMES,
     SLOW_ROUNDS,
     Slowness,
 )
@@ -83,3 +84,16 @@ def test_one_that_left_is_forgotten(watch):
     assert watch.note("b", *[4.0] * SLOW_ROUNDS) == {"b": "machine"}
     assert watch.slowness.named("ac") == {}
     assert watch.slowness.named("abc") == {}
+
+
+def test_times_of_members_that_come_and_go_are_bounded_although_nobody_asks(watch):
+    watch.note("b", *[4.0] * SLOW_ROUNDS)
+    kept, coming = watch.slowness, iter(range(10**6))
+    for _ in range(MAX_TIMES - 1):
+        kept.note(f"gone {next(coming)}", "machine", Key("delta", 0), 1.0)
+    kept.note("b", "machine", Key("delta", 99), 1.0)  # it is still there, and so is what is known
+    for _ in range(MAX_TIMES - 1):
+        kept.note(f"gone {next(coming)}", "machine", Key("delta", 0), 1.0)
+    assert len(kept._times) == MAX_TIMES
+    kept.named("abcd")
+    assert [peer for peer, *_ in kept._times] == ["b"]

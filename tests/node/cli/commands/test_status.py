@@ -4,6 +4,7 @@ import json
 
 import msgspec
 import pytest
+from worlds.peers import node_status
 
 from farflock.node.assembly.learnt import LearntTerms, shown
 from farflock.node.cli.commands.status import _seen
@@ -13,24 +14,18 @@ from farflock.node.run.manifest import load
 from farflock.node.simulate.chaos_methods import ARMS
 from farflock.optimizers.method import RandomGroups
 
-STATUS = Status(
+STATUS = node_status(
     pid=1,
-    run="ab" * 16,
     peer="12D3KooWme",
-    invite="farflock:x",
     step=12,
     tokens=600,
     total_tokens=1200,
-    loss=None,
     view=3,
     members=("12D3KooWme", "12D3KooWother"),
-    is_member=True,
     partners=(PartnerStatus("12D3KooWother", "suspect", "direct", None),),
     waits=(Waiting("pairs", 5, ("12D3KooWother",), 4.2),),
     sent_bytes=1234567,
     received_bytes=10,
-    unsure_rounds=0,
-    dropped={},
 )
 
 
