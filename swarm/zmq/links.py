@@ -30,6 +30,7 @@ from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.socket import HEARTBEAT_S
 from farflock.swarm.zmq.sockets import Sockets
+from farflock.swarm.zmq.twins import OwnLife
 from farflock.swarm.zmq.upkeep import Upkeep
 from farflock.swarm.zmq.zap import Gate
 
@@ -54,7 +55,7 @@ class LinkOptions:
     # Of silence, at least `MIN_SUSPECT_AFTER_S`; use 2 to 3 s above 200 ms round trip.
     suspect_after_s: float = 0.85
     forward_bytes_per_s: float = FORWARD_BYTES_PER_S  # per peer; four times that in total
-    # Called when most others say that another life of this peer is in the run.
+    # Called when another life of this peer is in the run, and has signed that it is.
     on_twin: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -83,7 +84,7 @@ class ZmqLinks:
         key = identity.session_key()
         self._table = table = PartnerTable(identity.peer, Gate(run, identity.peer, options.refuse))
         self._detours = Relays(identity, run, table, options.relay, options.forward_bytes_per_s)
-        self._handshakes = Handshakes(table)
+        self._handshakes = Handshakes(table, OwnLife(identity, run, options.incarnation))
         self._sender = Sender(table, self._detours)
         self._receiver = Receiver(table, self._handshakes, self._sender, self._detours)
         self._receiver.on_twin = options.on_twin

@@ -86,7 +86,6 @@ class Route:
     key: str  # the CURVE key in hex, as libzmq reports it with each frame
     seen: str = "0.0.0.0"  # the address that it comes from; unspecified: unknown
     life: int = 0  # of the owner: its incarnation, by the first frame
-    answered: int = 0  # the highest token of a ping that came back
     gone_s: float | None = None
     # TCP loses nothing, so bytes without news are still unread; control frames are not counted
     window: CreditWindow = field(
@@ -240,6 +239,7 @@ class Partner:
     pings: int = 0
     ping_s: float = 0.0
     next_ping_s: float = 0.0
+    vouch_s: float = -math.inf  # from when on it may be told again that this life is there
     looks: Looks = field(default_factory=Looks)
 
     def wanted(self, now_s: float) -> bool:

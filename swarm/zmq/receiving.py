@@ -9,9 +9,11 @@ from farflock.swarm.links import MAX_FRAME_BYTES, PeerId
 from farflock.swarm.messages import MAX_RECORD_BYTES
 from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.message import (
+    ASK_VOUCH,
     FORWARD,
     FORWARDED,
     FRAME,
+    LIFE_BYTES,
     OBSERVE,
     OBSERVED,
     PING,
@@ -20,6 +22,7 @@ from farflock.swarm.zmq.message import (
     TAKEN,
     TOKEN_BYTES,
     TWIN,
+    VOUCH,
 )
 from farflock.swarm.zmq.outbox import BULK, CONTROL, Inbox
 from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
@@ -98,8 +101,11 @@ class Receiver:
             if partner is not None:
                 self._sender.flush(partner)
         elif kind == TWIN and port.owner:
-            if self._handshakes.twins.told(port.owner):
+            if self._handshakes.twins.told(bytes(body[1:])):
                 self.on_twin()
+        elif (held := self._handshakes.twins.waiting(port, route)) is not None:
+            if kind == FRAME and port.lane == BULK:
+                held.window.received += len(body) - len(FRAME)  # passed over, and room again
         else:
             port.kick(int(frame.get(zmq.SRCFD)), "stranger: no record first")
 
@@ -122,13 +128,16 @@ class Receiver:
         elif kind == PING and len(body) == TOKEN_BYTES:
             route.write(PONG + bytes(body))
         elif kind == PONG and len(body) == TOKEN_BYTES:
-            route.answered = max(route.answered, int.from_bytes(body, "big"))
             if route.port.lane == CONTROL and int.from_bytes(body, "big") == partner.pings:
                 partner.rtt_s = self._loop.time() - partner.ping_s
         elif kind == FORWARD:
             self._detours.forward(partner, route.port.lane, body, self._loop.time())
         elif kind == FORWARDED:
             self._take_forwarded(partner, body)
+        elif kind == ASK_VOUCH and len(body) == LIFE_BYTES:
+            self._handshakes.twins.asked(partner, route, bytes(body), self._loop.time())
+        elif kind == VOUCH:
+            self._handshakes.twins.hear(route, bytes(body))
         elif kind == OBSERVE and route.port.lane == CONTROL:
             self.witness.answer(partner, route, body, self._loop.time())
         elif kind == OBSERVED and route.port.lane == CONTROL:
