@@ -35,6 +35,7 @@ BENCHMARKS = {
     "idle": "farflock.experiments.bench.idle",
     "start": "farflock.experiments.bench.start",
     "join": "farflock.experiments.bench.join",
+    "faults": "farflock.experiments.bench.faults",
     "pipeline": "farflock.experiments.bench.pipeline",
     "data": "farflock.experiments.bench.data",
     "generate": "farflock.experiments.bench.generate",
@@ -178,9 +179,9 @@ def command(
     but gpu.
 
     NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, whole,
-    checkpoint, idle, start, join, pipeline, data, generate, gpu, or one metric such as codec.int8.
-    `farflock bench quality` takes hours and has its own options: see `farflock bench quality
-    --help`.
+    checkpoint, idle, start, join, faults, pipeline, data, generate, gpu, or one metric such as
+    codec.int8. `farflock bench quality` takes hours and has its own options: see `farflock bench
+    quality --help`.
 
     Each line is one JSON object: metric, value, yardstick (the baseline; its runs alternate with
     those of the metric), ratio, n, load (of the machine, per core; above 1 the numbers are noisy),
