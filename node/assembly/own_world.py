@@ -23,6 +23,7 @@ from farflock.swarm.compute import Worker
 from farflock.swarm.contact import Contact, contacts_of
 from farflock.swarm.dht.files import IdentityLock, PortTaken, refuse_taken_ports
 from farflock.swarm.identity import Identity
+from farflock.swarm.tasks import cancel
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's process needs some
@@ -93,7 +94,8 @@ async def open_world(
         )
         links = await ZmqLinks.open(identity, run, options)
         opened.push_async_callback(links.close)
-        own = OwnAddresses(links, listening, _leaves_machine(contacts))
+        now = asyncio.get_running_loop().time
+        own = OwnAddresses(links, listening, _leaves_machine(contacts), now)
         own.publish()
         for peer in dict.fromkeys(contact.peer for contact in contacts):
             links.expect(*(contact for contact in contacts if contact.peer == peer))
@@ -111,11 +113,13 @@ async def open_world(
                 return await _open_directory(folder, run, doors, listening, own.announced)
 
         def opened_directory(addresses: tuple[str, ...]) -> None:
-            links.record(doors=own.doors(addresses))
+            own.publish()
             kept[:] = [at_port_of(addresses, listening)]
 
         directory = DirectoryBeside(opening, opened_directory)
         opened.push_async_callback(directory.close)
+        own.directory = lambda: directory.addresses
+        opened.push_async_callback(cancel, asyncio.create_task(own.keep()))
         if not contacts:
             await directory.begin()
         clock, workers = Clock(time.time, rests=True), Workers(codec, files)

@@ -56,11 +56,15 @@ class OwnPlace:
         """Return the same, with what the world needs to know of this machine."""
         if self.client_mode:
             return Listening(client_mode=True)
-        owned = tuple(each for addresses in _interfaces().values() for each in addresses)
-        preferred = [host for host in _preferred() if host in owned]
-        interfaces = tuple(dict.fromkeys((*preferred, *owned)))
         ports = self.port, self.dht_port
-        return Listening(self.hosts(), *ports, False, interfaces, self.advertise)
+        return Listening(self.hosts(), *ports, False, owned(), self.advertise, owned)
+
+
+def owned() -> tuple[str, ...]:
+    """Return the addresses of this machine's interfaces, those that lead elsewhere first."""
+    found = tuple(each for addresses in _interfaces().values() for each in addresses)
+    preferred = [host for host in _preferred() if host in found]
+    return tuple(dict.fromkeys((*preferred, *found)))
 
 
 def bound_hosts(host: str, place: str) -> tuple[str, ...]:
