@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class Listening:
     interfaces: tuple[str, ...] = ()
     advertised: tuple[LinkAddress, ...] = ()
     look: Callable[[], tuple[str, ...]] | None = None
+    up_bytes_per_s: float = math.inf  # of its line that the links may take
+    down_bytes_per_s: float = math.inf
 
     @property
     def links(self) -> str | None:
@@ -62,7 +65,7 @@ def places(hosts: Iterable[str], port: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What a member of another network has confirmed, and until when that counts."""
+    """An address that a member of another network has confirmed, and until when that counts."""
 
     address: LinkAddress
     until_s: float

@@ -90,6 +90,8 @@ async def open_world(
             listen=listening.links,
             also=listening.hosts[1:],
             advertise=listening.hosts,  # until it is known what can be dialled
+            up_bytes_per_s=listening.up_bytes_per_s,
+            down_bytes_per_s=listening.down_bytes_per_s,
             on_twin=(life := OneLife(folder)).stop,
         )
         links = await ZmqLinks.open(identity, run, options)

@@ -5,11 +5,13 @@ swarm/addresses.py decides what comes of it.
 
 import contextlib
 import ipaddress
+import math
 import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import psutil
 
 from farflock.node.assembly.own_addresses import LOOPBACK, Listening
@@ -30,17 +32,40 @@ _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _FAMILIES = [family for family, _ in _ELSEWHERE]
 
 
+class Shares(msgspec.Struct, frozen=True):
+    """Shares of its machine for a node: bytes per second of the line, and a part of the time of its
+    threads. None: what its folder remembers; 0: all."""
+
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+    cpu: float | None = None
+
+    def __str__(self) -> str:
+        """Return them in words; empty if the node may take all."""
+        rates = (self.up_bytes_per_s, "sent"), (self.down_bytes_per_s, "read")
+        said = [f"{8e-6 * rate:g} Mbit/s {which}" for rate, which in rates if rate]
+        said += [f"{self.cpu:.0%} of its threads' time"] if 0 < (self.cpu or 0) < 1 else []
+        return ", ".join(said)
+
+    def over(self, before: "Shares") -> "Shares":
+        """Return these, and where nothing is said those before."""
+        fields = msgspec.structs.asdict(self)
+        said = {name: value for name, value in fields.items() if value is not None}
+        return msgspec.structs.replace(before, **said)
+
+
 @dataclass(frozen=True, slots=True)
 class OwnPlace:
     """Where a user wants this machine to listen: `host` as `--host` says it, the ports of the links
     and of the directory (0: any free one), and what is published beside; in client mode, nowhere.
-    """
+    `shares` is what it may take of the machine."""
 
     host: str = LOOPBACK
     port: int = 0
     dht_port: int = 0
     client_mode: bool = False
     advertise: tuple[LinkAddress, ...] = ()
+    shares: Shares = Shares()  # noqa: RUF009 - immutable
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -54,10 +79,13 @@ class OwnPlace:
 
     def listening(self) -> Listening:
         """Return the same, with what the world needs to know of this machine."""
+        up, down = (
+            rate or math.inf for rate in (self.shares.up_bytes_per_s, self.shares.down_bytes_per_s)
+        )
         if self.client_mode:
-            return Listening(client_mode=True)
+            return Listening(client_mode=True, up_bytes_per_s=up, down_bytes_per_s=down)
         ports = self.port, self.dht_port
-        return Listening(self.hosts(), *ports, False, owned(), self.advertise, owned)
+        return Listening(self.hosts(), *ports, False, owned(), self.advertise, owned, up, down)
 
 
 def owned() -> tuple[str, ...]:

@@ -8,6 +8,7 @@ and gives up. The wire format is in `message`.
 
 import asyncio
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from farflock.swarm.addresses import MAX_PUBLISHED, LinkAddress
 from farflock.swarm.contact import Contact
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Sendable, Transport, size_of
+from farflock.swarm.rate_limit import RateLimit
 from farflock.swarm.record import MAX_DOORS, BadRecord, Record, seal, unseal
 from farflock.swarm.zmq.forward import FORWARD_BYTES_PER_S, MAX_FORWARD_BYTES
 from farflock.swarm.zmq.handshake import Handshakes
@@ -55,6 +57,8 @@ class LinkOptions:
     # Of silence, at least `MIN_SUSPECT_AFTER_S`; use 2 to 3 s above 200 ms round trip.
     suspect_after_s: float = 0.85
     forward_bytes_per_s: float = FORWARD_BYTES_PER_S  # per peer; four times that in total
+    up_bytes_per_s: float = math.inf  # on the line, headers included
+    down_bytes_per_s: float = math.inf
     # Called when another life of this peer is in the run, and has signed that it is.
     on_twin: Callable[[], None] = lambda: None
 
@@ -83,12 +87,14 @@ class ZmqLinks:
         self.listens: tuple[LinkAddress, ...] = ()  # where it was told to; none: it only dials
         key = identity.session_key()
         self._table = table = PartnerTable(identity.peer, Gate(run, identity.peer, options.refuse))
-        self._detours = Relays(identity, run, table, options.relay, options.forward_bytes_per_s)
+        up, down = RateLimit(options.up_bytes_per_s), RateLimit(options.down_bytes_per_s)
+        self._detours = Relays(identity, run, table, options.relay, options.forward_bytes_per_s, up)
         self._handshakes = Handshakes(table, OwnLife(identity, run, options.incarnation))
-        self._sender = Sender(table, self._detours)
-        self._receiver = Receiver(table, self._handshakes, self._sender, self._detours)
+        self._sender = Sender(table, self._detours, up)
+        self._receiver = Receiver(table, self._handshakes, self._sender, self._detours, down)
         self._receiver.on_twin = options.on_twin
         self._sockets = Sockets(table, key, self._receiver, silent_after_s)
+        self._receiver.wake = self._sockets.wake
         try:
             listen, curve = options.listen, key.public_key().public_bytes_raw()
             if listen:
@@ -289,7 +295,8 @@ class ZmqLinks:
 
     def _shut(self) -> None:
         self._closed = True
-        self._receiver.inbox.close()
+        self._receiver.close()
+        self._sender.close()
         self._sockets.close()
 
 

@@ -92,12 +92,12 @@ class Route:
         default_factory=lambda: CreditWindow(DIRECT_WINDOW_BYTES, stall_s=math.inf)
     )
 
-    def confirm(self) -> bool:
+    def confirm(self, every_bytes: int = CONFIRM_EVERY_BYTES) -> bool:
         """Tell the partner how many of its bulk bytes we have read, if it is time.
 
         Return False if that finds no room: call it again."""
         window = self.window
-        if window.received - window.acknowledged < CONFIRM_EVERY_BYTES:
+        if window.received - window.acknowledged < every_bytes:
             return True
         if not self.write(TAKEN + window.received.to_bytes(TOKEN_BYTES, "big")):
             return False
@@ -207,12 +207,13 @@ class Dial:
 
 @dataclass(slots=True)
 class Looks:
-    """Times of the next question and the next answer about addresses (swarm/zmq/witness.py), and
-    whether this peer waits for an answer."""
+    """Times of the next question and the next answer about addresses (swarm/zmq/witness.py),
+    whether this peer waits for an answer, and the time of the next vouch (swarm/zmq/twins.py)."""
 
     ask_s: float = 0.0
     answer_s: float = 0.0
     waits: bool = False
+    vouch_s: float = -math.inf
 
 
 @dataclass(eq=False, slots=True)
@@ -239,7 +240,6 @@ class Partner:
     pings: int = 0
     ping_s: float = 0.0
     next_ping_s: float = 0.0
-    vouch_s: float = -math.inf  # from when on it may be told again that this life is there
     looks: Looks = field(default_factory=Looks)
 
     def wanted(self, now_s: float) -> bool:

@@ -123,9 +123,9 @@ class Twins:
 
     def asked(self, partner: Partner, route: Route, life: bytes, now_s: float) -> None:
         """Vouch for this life to a partner that sees another one."""
-        if now_s < partner.vouch_s:
+        if now_s < partner.looks.vouch_s:
             return
-        partner.vouch_s = now_s + VOUCH_EVERY_S
+        partner.looks.vouch_s = now_s + VOUCH_EVERY_S
         if (signature := self._own.vouch(life)) is not None:
             route.write(VOUCH + life + signature)
 

@@ -3,6 +3,7 @@
 import pytest
 from worlds.fleet import got, identity, meet, run, silent, until
 
+from farflock.swarm.rate_limit import RateLimit
 from farflock.swarm.sim.virtual_time import run_virtual
 from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
@@ -164,7 +165,7 @@ def test_what_comes_on_a_connection_that_waits_is_passed_over_and_does_not_cut_i
     async def main():
         handshakes = Handshakes(world.table, OwnLife(ME, "run", 7))
         world.twins = handshakes.twins
-        receiver = Receiver(world.table, handshakes, None, None)
+        receiver = Receiver(world.table, handshakes, None, None, RateLimit())
         world.port.owner, world.younger.address = P.peer, None  # this peer has dialled it
         assert world.twins.holds_back(world.partner, world.younger, 0.0)
         receiver.on_frame(world.port, None, Coming(PING + number(1), 2))

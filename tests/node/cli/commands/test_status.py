@@ -52,6 +52,16 @@ def test_status_says_where_outer_state_is_if_not_on_the_cpu(farflock, node):
     assert "outer state and exchanges: cuda:0, ecsq:98 on the CPU" in out
 
 
+def test_status_says_whom_a_node_serves(farflock, node):
+    served = PartnerStatus(
+        "12D3KooWother", "alive", "direct", 3.0, sent_bytes=3_400_000, relayed_bytes=1_000_000
+    )
+    there = msgspec.structs.replace(STATUS, partners=(served,))
+    (node / "status.json").write_bytes(msgspec.json.encode(there))
+    _, out, _ = farflock("status", "--folder", node)
+    assert "  ooWother  alive    direct    3 ms  sent 3.4 MB, forwarded 1.0 MB" in out
+
+
 def test_status_says_who_draws_the_same_data(farflock, node):
     assert "the same data" not in farflock("status", "--folder", node)[1]
     twin = PartnerStatus("12D3KooWother", "alive", "direct", 3.0, twin=True, slow="line")
