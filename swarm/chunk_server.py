@@ -1,7 +1,8 @@
 """Serves chunks: what each asker wants waits in a queue of its own, and leaves in pieces."""
 
 import collections
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -11,6 +12,7 @@ from farflock.swarm.chunk_store import Store
 from farflock.swarm.links import Liveness, PeerId
 from farflock.swarm.messages import Message, Miss, Piece, Probe, Probed, Want
 from farflock.swarm.packing import packed
+from farflock.swarm.uplink_share import UplinkShare
 
 PIECE_BYTES = 64 * 1024  # the unit in which a chunk is asked for; a piece has one or more
 MAX_PIECE_BYTES = 9 * PIECE_BYTES  # a long shard, 1 MiB and its head, takes two
@@ -34,6 +36,10 @@ class ChunkCarrier(Protocol):
         free in time."""
         ...
 
+    def queued_bytes(self) -> int:
+        """Return the bytes of pieces that wait for this peer's own line."""
+        ...
+
     def life(self, peer: PeerId, /) -> Liveness:
         """Return the peer's apparent liveness."""
         ...
@@ -41,6 +47,32 @@ class ChunkCarrier(Protocol):
     def spawn(self, work: Coroutine[None, None, None], /) -> object:
         """Start a task owned by the peer."""
         ...
+
+
+class ReadState(Protocol):
+    """A state that peers read (swarm/protocol/state_readers.py)."""
+
+    def followed(
+        self, asker: PeerId, stream: str, applied: int, now_s: float, *, current: bool
+    ) -> None:
+        """Note up to which round of a stream a reader has all, and whether none is decided after
+        that."""
+        ...
+
+
+@dataclass(slots=True)
+class StateReaders:
+    """The peers that read this peer's states, as the rest of it sees them
+    (swarm/peer/snapshots.py)."""
+
+    # told who asks for which chunk; for none, a probe
+    asked: Callable[[PeerId, bytes], None] = lambda asker, digest: None
+    # (a peer, a chunk) -> whether it joins by that: the chunk is of a state, or of the rounds since
+    read: Callable[[PeerId, bytes], bool] = lambda asker, digest: False
+    states: dict[str, ReadState] = field(default_factory=dict)  # by name
+    # a stream -> the round after which they need all, and the most bytes of these
+    wanted: Callable[[str], tuple[int, int] | None] = lambda stream: None
+    outgrown: Callable[[], None] = lambda: None  # told that rounds are not kept any more
 
 
 class ChunkServer:
@@ -52,6 +84,8 @@ class ChunkServer:
         self._store, self._carrier, self._dropped = store, carrier, dropped
         self._wants: dict[PeerId, collections.deque[Want | Probe]] = {}
         self.sent_bytes = 0
+        self.readers = StateReaders()
+        self._share = UplinkShare(carrier.queued_bytes)
 
     @property
     def wants(self) -> dict[PeerId, int]:
@@ -63,6 +97,7 @@ class ChunkServer:
         if not is_askable(want):
             self._dropped["senseless want"] += 1
             return
+        self.readers.asked(sender, want.digest)
         if want.digest not in self._store:
             self._carrier.send(sender, Miss(want.digest))
             return
@@ -78,6 +113,7 @@ class ChunkServer:
 
     def probe(self, sender: PeerId, probe: Probe) -> None:
         """Queue an answer behind all that the sender asked for."""
+        self.readers.asked(sender, b"")
         queue = self._queue(sender)
         if queue is None:
             return
@@ -124,9 +160,22 @@ class ChunkServer:
             piece, body = answer(self._store, want, data)
         else:
             piece, body = _packed(*piece_of(want, data)) if want.packs else piece_of(want, data)
+        joins = self.readers.read(asker, want.digest)
+        if joins:
+            await self._share.turn(len(body), self._others_wait)
         sent = await self._carrier.send_piece(asker, piece, body, SERVE_TIMEOUT_S)
+        if sent and not joins:
+            self._share.others_sent(len(body))
         self.sent_bytes += len(body) if sent else 0
         return sent
+
+    def _others_wait(self) -> bool:
+        """Return whether anything is asked for next by which nobody joins."""
+        heads = ((asker, queue[0]) for asker, queue in self._wants.items() if queue)
+        return any(
+            isinstance(head, Want) and not self.readers.read(asker, head.digest)
+            for asker, head in heads
+        )
 
 
 def piece_of(want: Want, data: memoryview) -> tuple[Piece, memoryview]:

@@ -76,7 +76,12 @@ class Store:
 
     async def move(self, pin: Hashable, shelve: Shelve) -> None:
         """Let `shelve` move the chunks of this user out of memory."""
-        here = {digest: self._chunks[digest] for digest in self.pinned(pin) if digest in self}
+        await self.move_together((pin,), shelve)
+
+    async def move_together(self, pins: Sequence[Hashable], shelve: Shelve) -> None:
+        """Let `shelve` move the chunks of these users out of memory, at once."""
+        digests = (digest for pin in pins for digest in self.pinned(pin))
+        here = {digest: self._chunks[digest] for digest in digests if digest in self}
         moves = await shelve(list(here.values())) if here else ()
         for digest, moved in zip(here, moves, strict=True):
             if digest in self:  # it may have been dropped meanwhile
@@ -89,6 +94,10 @@ class Store:
             mine[digest] = None
             self._pins[digest] = self._pins.get(digest, 0) + 1
             self._loose.pop(digest, None)
+
+    def pins_it(self, digest: bytes, pin: Hashable) -> bool:
+        """Return whether this user keeps a chunk."""
+        return digest in self._pinned_by.get(pin, ())
 
     def release(self, pin: Hashable) -> None:
         """Drop all pins of this user; its chunks stay while there is room."""

@@ -14,7 +14,6 @@ import collections
 import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from farflock.swarm.batch import Batch, SizedChunk, absent, fitting
 from farflock.swarm.byte_budget import ByteBudget, SharedBudget
@@ -28,10 +27,20 @@ from farflock.swarm.chunk_server import (
     is_askable,
 )
 from farflock.swarm.chunk_store import Store, is_intact
+from farflock.swarm.fetching import GAP_S, Fetching, ahead_s
 from farflock.swarm.lending import Lending
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, ChunkMessage, Miss, Piece, Probe, Probed, Want
-from farflock.swarm.pace import REPLACE_S, SLOW, STRAY_S, Pace, Probing, Watch, faster
+from farflock.swarm.pace import (
+    REPLACE_S,
+    SLOW,
+    STRAY_S,
+    LineSpeed,
+    Pace,
+    Probing,
+    Watch,
+    faster,
+)
 from farflock.swarm.packing import unpacked
 from farflock.swarm.silence import Silence
 
@@ -46,80 +55,8 @@ GENTLE_PIECES = 2  # asked for at once of a chunk that is fetched gently
 GENTLE_SILENCE_S = 30.0  # without a byte of such chunks, after which they are given up
 GENTLE_CHUNK_S = 120.0  # without a byte of one of them, whatever comes of others
 STALL_S = 1.0
-GAP_S = 0.3  # maximum gap between consecutive pieces of one request
 BATCH_TRIES = 2  # requests for a batch, before its chunks are fetched elsewhere or one by one
 MAX_PACES = 256  # of holders asked lately
-
-
-@dataclass(slots=True)
-class _Fetching:
-    """A chunk being fetched."""
-
-    digest: bytes
-    size: int  # 0 until there is room for it
-    missing: set[int]  # indices of missing units
-    # whether several holders may serve one copy: faster, but then a false copy has no known source
-    mixing: bool
-    without: set[PeerId]  # peers that answered that they do not have the chunk
-    gently: bool = False  # few pieces are asked for at once
-    watch: Watch | None = None  # of the caller, if it is fetched gently
-    # who said that the chunk has another size; None: a piece that says so is dropped, and no more
-    liars: set[PeerId] | None = None
-    probing: Probing | None = None  # of what is due, if there is a watch
-    due: set[int] = field(default_factory=set)  # the missing units asked for now
-    # pieces received, by the index of their first unit
-    pieces: dict[int, bytes | memoryview] = field(default_factory=dict)
-    asked: set[PeerId] = field(default_factory=set)  # pieces from any other peer are dropped
-    refused: set[PeerId] = field(default_factory=set)  # not asked again while others are left
-    served: set[PeerId] = field(default_factory=set)
-    holder: PeerId | None = None  # the holder being asked now
-    alone: bool = False  # nobody else could be asked
-    others: Sequence[PeerId] = ()  # that may have it, slow ones too
-    window: ByteBudget | None = None  # the holder's window
-    room_bytes: int = 0  # part of the window reserved for bytes it has not sent yet
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def begin_again(self) -> None:
-        """Discard all pieces received so far."""
-        self.missing = set(range(_pieces(self.size)))
-        self.pieces.clear()
-        self.served.clear()
-
-    def whole(self) -> bytes:
-        """Return the chunk, of which nothing is missing; the pieces are dropped."""
-        data = b"".join(self.pieces[index] for index in sorted(self.pieces))
-        self.pieces.clear()
-        return data
-
-    def fill(self, start: int, body: memoryview | bytes) -> int:
-        """Keep the missing units of a piece; return their bytes."""
-        first = start // PIECE_BYTES
-        units = set(range(first, first + _pieces(len(body))))
-        if units <= self.missing:
-            self.pieces[first], filled = body, len(body)
-        else:
-            new = units & self.missing
-            ends = {index: (index - first + 1) * PIECE_BYTES for index in new}
-            kept = {index: body[end - PIECE_BYTES : end] for index, end in ends.items()}
-            self.pieces |= kept
-            filled = sum(map(len, kept.values()))
-        self.missing -= units
-        self.due -= units
-        return filled
-
-    def blame(self, sender: PeerId) -> None:
-        """Ask a peer that sent nonsense for nothing more, where that is known to be no accident."""
-        if self.liars is not None:
-            self.liars.add(sender)
-            self.refused.add(sender)
-            self.changed.set()
-
-    def give(self, size: int) -> None:
-        """Return `size` received bytes to the holder's window, for other fetches to use."""
-        given = min(size, self.room_bytes)
-        self.room_bytes -= given
-        if self.window is not None:
-            self.window.give(given)
 
 
 class Chunks:
@@ -128,17 +65,19 @@ class Chunks:
     def __init__(self, store: Store, carrier: ChunkCarrier) -> None:
         self.store = store
         self._carrier = carrier
-        self._incoming: dict[bytes, _Fetching] = {}
+        self._incoming: dict[bytes, Fetching] = {}
         self._batched: dict[bytes, Batch] = {}  # by the digest of each of its chunks
         self._inbound = SharedBudget(INBOUND_BYTES, SHARE_BYTES)
         self._windows: dict[PeerId, ByteBudget] = {}  # of holders being asked now
         # Of their own, or what is not fetched gently would wait for what is.
         self._gentle_windows: dict[PeerId, ByteBudget] = {}
         self._paces: dict[PeerId, Pace] = {}  # of holders asked lately
+        self.last_heard_s = -math.inf  # when a piece came last, of any holder
         self.dropped: collections.Counter[str] = collections.Counter()
         self.server = ChunkServer(store, carrier, self.dropped)
         self.lending = Lending(self.server, carrier, self.dropped)
         self._silence = Silence()  # of what is fetched gently
+        self._line = LineSpeed()
 
     async def fetch(
         self,
@@ -171,6 +110,8 @@ class Chunks:
         if size == 0:
             return digest == self.store.put(b"", pin)
         limit = _while_heard(self._silence, gently and watch is None, GENTLE_SILENCE_S)
+        if timeout_s is not None:
+            timeout_s += ahead_s(self._incoming.values(), self._line.bytes_per_s, size)
         known_liars = set[PeerId]() if liars is None else liars
         try:
             async with asyncio.timeout(timeout_s), limit:
@@ -288,7 +229,7 @@ class Chunks:
             else:
                 first = min(living, key=self._inbound.load)
                 strict = liars if final else None
-                fetching = _Fetching(digest, 0, set(), mixing, without, gently, watch, strict)
+                fetching = Fetching(digest, 0, set(), mixing, without, gently, watch, strict)
                 await self._fetch_once(fetching, size, first, asked)
                 if not fetching.missing:
                     data = fetching.whole()
@@ -303,7 +244,7 @@ class Chunks:
 
     async def _fetch_once(
         self,
-        fetching: _Fetching,
+        fetching: Fetching,
         size: int,
         first: PeerId,
         holders: Callable[[], Sequence[PeerId]],
@@ -328,7 +269,7 @@ class Chunks:
             del self._incoming[digest]
             fetching.changed.set()
 
-    async def _ask_somebody(self, fetching: _Fetching, holders: Sequence[PeerId]) -> bool:
+    async def _ask_somebody(self, fetching: Fetching, holders: Sequence[PeerId]) -> bool:
         """Ask one holder for the missing pieces and wait until it delivers, refuses or stalls.
 
         The request fits the holder's window. Return False if no holder is alive."""
@@ -358,7 +299,7 @@ class Chunks:
             _drop_idle(windows, holder, window)
         return True
 
-    def _wanted(self, fetching: _Fetching, holder: PeerId) -> tuple[int, int]:
+    def _wanted(self, fetching: Fetching, holder: PeerId) -> tuple[int, int]:
         """Return the (least, most) bytes to request next; `ASK_BYTES` or more, if missing."""
         first = min(fetching.missing) * PIECE_BYTES
         if fetching.gently:
@@ -367,7 +308,7 @@ class Chunks:
         least = max(min(ASK_BYTES, fetching.size - first), WINDOW_BYTES // MAX_WANTS)
         return least, max(least, min(WINDOW_BYTES, fetching.size - first))
 
-    async def _ask(self, fetching: _Fetching, holder: PeerId, room_bytes: int) -> None:
+    async def _ask(self, fetching: Fetching, holder: PeerId, room_bytes: int) -> None:
         """Request the first run of missing pieces that fits."""
         if not fetching.mixing and fetching.served - {holder}:
             fetching.begin_again()
@@ -388,13 +329,14 @@ class Chunks:
         if self._carrier.send(holder, want):
             now_s = asyncio.get_running_loop().time()
             number = pace.asked(now_s)
+            self._line.asked(now_s)
             fetching.probing = None if fetching.watch is None else Probing(number, now_s)
             fetching.due = set(range(first, stop))
             await self._until_delivered(fetching, holder, len(fetching.due))
         else:
             fetching.refused.add(holder)
 
-    async def _until_delivered(self, fetching: _Fetching, holder: PeerId, asked: int) -> None:
+    async def _until_delivered(self, fetching: Fetching, holder: PeerId, asked: int) -> None:
         """Wait for the requested pieces.
 
         A holder that sends nothing is given up for another. If it fell silent after a start, pieces
@@ -405,7 +347,13 @@ class Chunks:
             fetching.changed.clear()
             began = len(fetching.due) < asked
             heard_s = max(asked_s, self._pace(holder).heard_s)
-            left_s = heard_s + _silent_s(fetching, self._pace(holder), began) - loop.time()
+            silent_s = _silent_s(fetching, self._pace(holder), began)
+            left_s = (
+                heard_s
+                + silent_s
+                + ahead_s(self._incoming.values(), _rate(fetching, self._line))
+                - loop.time()
+            )
             gone = self._carrier.life(holder) in ("suspect", "dead")
             if fetching.probing is not None and self._is_over(fetching.probing, fetching, holder):
                 return
@@ -420,12 +368,14 @@ class Chunks:
             finally:
                 look.cancel()
 
-    def _is_over(self, probing: Probing, fetching: _Fetching, holder: PeerId) -> bool:
+    def _is_over(self, probing: Probing, fetching: Fetching, holder: PeerId) -> bool:
         """Return whether what is due was lost, or another holder is much faster; probe in time."""
         now_s = asyncio.get_running_loop().time()
         if probing.is_due(now_s):
             self._carrier.send(holder, Probe(probing.number))
-        late = now_s - probing.asked_s >= REPLACE_S
+        late = now_s - probing.asked_s >= REPLACE_S + ahead_s(
+            self._incoming.values(), _rate(fetching, self._line)
+        )
         return probing.is_lost(self._pace(holder).over, now_s) or (
             late and holder not in _fast(fetching, self._living(fetching.others), self._paces)
         )
@@ -435,7 +385,7 @@ class Chunks:
         left = absent(wanted, self.store)
         return [entry for entry in left.items() if not self._under_way(entry[0])]
 
-    def _under_way(self, digest: bytes) -> _Fetching | Batch | None:
+    def _under_way(self, digest: bytes) -> Fetching | Batch | None:
         return self._incoming.get(digest) or self._batched.get(digest)
 
     async def _ask_batch(self, batch: Batch, pin: Hashable) -> bool:
@@ -542,7 +492,9 @@ class Chunks:
                 fetching.probing.heard(asyncio.get_running_loop().time())
         windows = self._gentle_windows if fetching.gently else self._windows
         more = (window := windows.get(sender)) is not None and not window.idle
-        self._pace(sender).heard(len(body), asyncio.get_running_loop().time(), more)
+        self.last_heard_s = asyncio.get_running_loop().time()
+        self._pace(sender).heard(len(body), self.last_heard_s, more)
+        self._line.heard(len(body), self.last_heard_s, len(self._incoming) > 1)
         if not fetching.due:
             fetching.changed.set()
 
@@ -571,11 +523,16 @@ def _drop_idle(windows: dict[PeerId, ByteBudget], holder: PeerId, window: ByteBu
 
 
 def _fast(
-    fetching: _Fetching, holders: Sequence[PeerId], paces: Mapping[PeerId, Pace]
+    fetching: Fetching, holders: Sequence[PeerId], paces: Mapping[PeerId, Pace]
 ) -> list[PeerId]:
     """Return the holders but for those that are much slower than the fastest."""
     now_s = asyncio.get_running_loop().time()
     return faster(holders, paces, now_s, fetching.watch.slow if fetching.watch else SLOW)
+
+
+def _rate(fetching: Fetching, line: LineSpeed) -> float:
+    """Return the speed of this peer's line, as a caller's watch or all fetches have measured it."""
+    return line.bytes_per_s if fetching.watch is None else fetching.watch.bytes_per_s()
 
 
 def _while_heard(
@@ -585,7 +542,7 @@ def _while_heard(
     return silence.limited(seconds, digest) if gently else contextlib.nullcontext()
 
 
-def _silent_s(fetching: _Fetching, pace: Pace, began: bool) -> float:
+def _silent_s(fetching: Fetching, pace: Pace, began: bool) -> float:
     """Return how long a holder may be silent. What is fetched gently may come slowly, and would be
     sent twice if it were asked for again, which costs most where nobody else has it."""
     min_s = GAP_S if began else STALL_S
@@ -598,10 +555,6 @@ def _silent_s(fetching: _Fetching, pace: Pace, began: bool) -> float:
         return max_s if fetching.alone else min_s
     asked_s = GENTLE_PIECES * PIECE_BYTES / pace.bytes_per_s
     return max(min_s, min(2 * asked_s, max_s))
-
-
-def _pieces(size: int) -> int:
-    return -(-size // PIECE_BYTES)
 
 
 def _honest(holders: Callable[[], Sequence[PeerId]], liars: set[PeerId]) -> Sequence[PeerId]:

@@ -66,6 +66,10 @@ class Links(Protocol):
         """Return the bytes sent and received so far, over all peers."""
         ...
 
+    def queued_bytes(self) -> int:
+        """Return the bytes of bulk that wait for this peer's own line, as far as is known."""
+        ...
+
     def learn(self, record: bytes) -> bool:
         """Take in a peer's signed record (swarm/record.py); False if it is bad or not newer."""
         ...

@@ -356,7 +356,11 @@ class Join(_Message, frozen=True, tag="join"):
 
 
 class Leave(_Message, frozen=True, tag="leave"):
-    """A goodbye: the next view must not contain the sender."""
+    """A goodbye: the next view must not contain the sender. `proof` is its signature that it leaves
+    this view, the newest that it knows."""
+
+    view: Digest = bytes(32)
+    proof: Signature = b""
 
 
 class TermsQuery(_Message, frozen=True, tag="terms?"):
@@ -506,6 +510,43 @@ class BranchSign(_Message, frozen=True, tag="branch"):
     floor: Count = 0
 
 
+# Returns (swarm/protocol/returns.py).
+
+
+class HeldState(msgspec.Struct, frozen=True, array_like=True):
+    """The state that a peer has: the first round that is not in it, its hash if all members' are
+    equal, the run's agreed tokens, and the view of the last round in it (empty: none is)."""
+
+    first: Count
+    state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    tokens: Count = 0
+    under: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+
+
+class Roll(_Message, frozen=True, tag="roll"):
+    """From a key of a view that may have no quorum any more: the newest view that it knows, the
+    stage that it would serve, and what it holds."""
+
+    view: Digest
+    stage: Annotated[int, msgspec.Meta(ge=-3, lt=MAX_STAGES)]
+    held: HeldState | None = None
+
+
+class ReturnAsk(_Message, frozen=True, tag="return?"):
+    """A request to sign a return that lists the receiver's key in this life. `goodbyes` are those
+    of members that it does not list, by their index in the view before."""
+
+    view: Value
+    goodbyes: Annotated[tuple[tuple[Count, Signature], ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+
+
+class ReturnSign(_Message, frozen=True, tag="return"):
+    """A signature of this return."""
+
+    digest: Digest
+    proof: Signature
+
+
 class Lineage(_Message, frozen=True, tag="lineage"):
     """The sender's chain of views up to view `number`, and its agreed tokens as far as it knows.
     `trail` holds 8 bytes of each kept view's hash, oldest first; `views` are those that the
@@ -530,6 +571,7 @@ EvaluationMessage = EvaluationQuery | Evaluated | Measuring
 TimeMessage = Ping | Pong
 CallMessage = Call | Answer | Heard | Keep
 BranchMessage = BranchAsk | BranchSign | Lineage
+ReturnMessage = Roll | ReturnAsk | ReturnSign
 
 Message = (
     ChunkMessage
@@ -548,5 +590,6 @@ Message = (
     | Reads
     | DataMessage
     | BranchMessage
+    | ReturnMessage
     | IntroductionMessage
 )

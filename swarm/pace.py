@@ -9,6 +9,7 @@ from farflock.swarm.links import PeerId
 
 PIECE_S = 0.15  # to send a piece of more than one unit
 SAMPLE_BYTES = 3 * 1024 * 1024  # after which the measurement of a holder that is busy begins again
+LINE_BYTES = 256 * 1024  # in a row, after which the speed of the line is known
 REPLACE_S = 3.0  # to deliver what was asked for, after which a slow holder is replaced
 FORGET_S = 15.0  # without a request or a piece, after which a slow holder gets another chance
 PROBE_S = 0.3  # without a piece that was asked for, after which its holder is asked about it
@@ -23,10 +24,12 @@ class Watch:
     """The watch of a caller over what is fetched gently: it ends the silence itself.
 
     `heard` gets the number of bytes that are new. A holder that is `slow` times slower than the
-    fastest is replaced, also while it sends."""
+    fastest is replaced, also while it sends; but what others send may come before its pieces on a
+    line that carries `bytes_per_s` in all."""
 
     heard: Callable[[int], None]
     slow: float
+    bytes_per_s: Callable[[], float] = lambda: 0.0  # 0: not known
 
 
 @dataclass(slots=True)
@@ -109,6 +112,30 @@ class Pace:
         """The length of the pieces to ask for."""
         units = int(self.bytes_per_s * PIECE_S) // PIECE_BYTES
         return PIECE_BYTES * max(1, min(units, MAX_PIECE_BYTES // PIECE_BYTES))
+
+
+@dataclass(slots=True)
+class LineSpeed:
+    """The speed of this peer's own line, measured where much comes in a row, of any holders."""
+
+    bytes_per_s: float = 0.0  # 0: not known
+    _since_s: float | None = None
+    _got_bytes: int = 0
+
+    def asked(self, now_s: float) -> None:
+        """Note a request."""
+        if self._since_s is None:
+            self._since_s, self._got_bytes = now_s, 0
+
+    def heard(self, size: int, now_s: float, more: bool) -> None:
+        """Note a piece; `more` are due."""
+        self._got_bytes += size
+        if self._since_s is not None and self._got_bytes >= LINE_BYTES and now_s > self._since_s:
+            rate = self._got_bytes / (now_s - self._since_s)
+            self.bytes_per_s = max(rate, self.bytes_per_s / 2)
+            self._since_s, self._got_bytes = now_s, 0
+        if not more:
+            self._since_s = None
 
 
 def faster(

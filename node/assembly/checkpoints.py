@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from farflock.node.assembly.coming_back import VIEW
 from farflock.node.assembly.resume import STEPPED, Resumable, checkpoint_state
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt, CheckpointError
@@ -189,6 +190,7 @@ class CheckpointManager:
             CURVE: msgspec.to_builtins([] if self.watch is None else self.watch.curve.points),
             "node": cursors,
             SAMPLES: self.cursor(step).hex(),
+            VIEW: self.node.state_sync.held.under.hex(),
         }
         return CheckpointCut(step, cuts, meta)
 

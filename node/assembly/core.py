@@ -48,4 +48,5 @@ class Core:
         client = ExchangeClient(peer, peer.terms.seed, stage, spread, home)
         state_sync = StateSync(peer, driver, client, compute, spool)
         loop = Loop(driver, client, state_sync, training_task, compute, train, report)
+        state_sync.replay = loop.begin_step
         return cls(driver, client, state_sync, loop)

@@ -4,28 +4,39 @@ Terms that were learned are those of the invite: their hash is the run's id (nod
 asks members for them).
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from farflock.node.assembly.learnt import (
     FETCH_TIMEOUT_S,
     LEARN_TIMEOUT_S,
+    MAX_TERMS_BYTES,
     LearntTerms,
     known_members,
     learn_terms,
 )
 from farflock.node.assembly.peer_world import PeerWorld
 from farflock.node.errors import RefusedByRun
-from farflock.node.run.head import Head, seal_head, unseal_head
+from farflock.node.run.head import Head, run_id, seal_head, unseal_head
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Manifest, parse
 from farflock.node.run.model_section import ModelKind, ModelSection
+from farflock.node.state.paths import write_whole
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.contact import Contact
+from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
+from farflock.swarm.messages import MAX_HEAD_BYTES
 from farflock.swarm.peer.bootstrap import fetch_chunk
 from farflock.swarm.peer.peer import RunTerms
+
+KNOWN_S = 8.0  # for members to answer a peer that has the run's terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +78,49 @@ async def learn_run(
     model: ModelKind = ModelSection,
 ) -> KnownRun:
     """Return the run of an invite, verified against it; raise what `learn_terms` raises, and
-    `RefusedByRun` if the run's model is of another kind."""
-    return read_run(await learn_terms(world, invite, timeout_s), model)
+    `RefusedByRun` if the run's model is of another kind.
+
+    A peer that was in the run has its terms in its folder, so it needs nobody to answer now."""
+    before = None if world.files.folder is None else kept_terms(world.files.folder.terms, invite)
+    patience_s = timeout_s if before is None else min(timeout_s, KNOWN_S)
+    try:
+        return read_run(await learn_terms(world, invite, patience_s), model)
+    except (RefusedByRun, DirectoryUnreachable):
+        if before is None:
+            raise
+        return read_run(before, model)
+
+
+class _Kept(msgspec.Struct, array_like=True):
+    """The terms of a run and its head, as a file holds them."""
+
+    terms: Annotated[bytes, msgspec.Meta(max_length=MAX_TERMS_BYTES)]
+    head: Annotated[bytes, msgspec.Meta(max_length=MAX_HEAD_BYTES)]
+
+
+def keep_terms(path: Path, known: KnownRun) -> None:
+    """Write a run's terms for this peer's next start; a full disk must not end it."""
+    with contextlib.suppress(OSError):
+        write_whole(path, msgspec.msgpack.encode(_Kept(known.manifest.canonical(), known.head)))
+
+
+def kept_terms(path: Path, invite: Invite) -> LearntTerms | None:
+    """Return the terms of an invite's run from a file, verified as if a member had sent them; None
+    if they are not there."""
+    try:
+        if path.stat().st_size > MAX_TERMS_BYTES + MAX_HEAD_BYTES + 64:
+            return None
+        kept = msgspec.msgpack.decode(path.read_bytes(), type=_Kept)
+        head = unseal_head(kept.head)
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_head = (head.run, head.founder, head.digest) == (
+        *(invite.run, invite.founder),
+        digest_of(kept.terms),
+    )
+    if not is_head or run_id(kept.terms, invite.founder) != invite.run:
+        return None
+    return LearntTerms(invite.run, invite.founder, kept.terms, kept.head, (), invite.members)
 
 
 def read_run(learnt: LearntTerms, model: ModelKind = ModelSection) -> KnownRun:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from farflock.node.assembly.coming_back import come_back, recall
 from farflock.node.assembly.core import Core
 from farflock.node.assembly.part import WholePart
 from farflock.node.assembly.resume import Newcomer, load_state
@@ -58,6 +59,8 @@ class ReplicaNode(WholePart):
     loop: Loop
     training_task: SampledTask
     evaluator: Evaluator | None = None  # None: the run is not evaluated here
+    before: Checkpoint | None = None  # of its last life in this run
+    begins_alike: bool = True  # each node's first weights are those with which the run began
     # set by `run` if the method is exact
     together: EndBarrier | None = field(default=None, init=False)
 
@@ -94,6 +97,9 @@ class ReplicaNode(WholePart):
         load_state(self, saved)
         go_on(self.watch, saved.meta)
 
+    def _was_member(self) -> bool:
+        return self.peer.context.views.newest.lists(self.peer.me)
+
     async def join(
         self,
         records: Sequence[bytes],
@@ -102,9 +108,13 @@ class ReplicaNode(WholePart):
     ) -> None:
         """Join the run through the members with these records: learn the views within `timeout_s`,
         adopt the state, which takes as long as it comes, and ask to be admitted."""
+        if self.before is not None:
+            await recall(self, self.before)
         await self.peer.meet(records, timeout_s)
         await self.peer.membership.admission.find_room()
-        await self.state_sync.adopt(None, downloaded)
+        if self.before is None and self.begins_alike and self._was_member():
+            await recall(self, None)
+        await come_back(self.peer, self.state_sync, downloaded)
         self.peer.ask_in()
         self.training_task.joined_at = self.loop.step
 

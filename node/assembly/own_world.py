@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from farflock.node.assembly.directory_beside import DirectoryBeside, OpenDirectory
+from farflock.node.assembly.kept_ports import KeptPorts, port_in
 from farflock.node.assembly.own_addresses import Listening, OwnAddresses, places
 from farflock.node.assembly.peer_world import Clock, Files, PeerWorld, Workers
 from farflock.node.errors import Failure, LivesElsewhere, Usage
@@ -78,6 +79,7 @@ async def open_world(
     and its directory with it: that is then open, unless it fails. The sequence numbers of records
     start at the wall clock in ms, because they must rise from one start to the next."""
     raise_descriptor_limit()
+    ports = KeptPorts(folder.ports)
     refuse_taken_ports(listening.directory)
     async with contextlib.AsyncExitStack() as opened:
         opened.callback(IdentityLock(folder.identity).release)
@@ -87,36 +89,29 @@ async def open_world(
         options = LinkOptions(
             incarnation=secrets.randbits(62),
             sequence=int(time.time() * 1000),
-            listen=listening.links,
             also=listening.hosts[1:],
             advertise=listening.hosts,  # until it is known what can be dialled
             up_bytes_per_s=listening.up_bytes_per_s,
             down_bytes_per_s=listening.down_bytes_per_s,
             on_twin=(life := OneLife(folder)).stop,
         )
-        links = await ZmqLinks.open(identity, run, options)
+        links = await _open_links(identity, run, options, ports.again(listening), listening)
         opened.push_async_callback(links.close)
+        ports.keep(links=next((address.control for address in links.listens), 0))
         now = asyncio.get_running_loop().time
         own = OwnAddresses(links, listening, _leaves_machine(contacts), now)
         own.publish()
         for peer in dict.fromkeys(contact.peer for contact in contacts):
             links.expect(*(contact for contact in contacts if contact.peer == peer))
 
-        kept = [listening]  # with the directory's port once it is open, for when it opens again
-
         async def opening() -> OpenDirectory:
-            doors = _doors(links, contacts)
-            try:
-                return await _open_directory(folder, run, doors, kept[0], own.announced)
-            except PortTaken:
-                if kept == [listening]:
-                    raise
-                kept[:] = [listening]  # another program has the port of the one that has ended
-                return await _open_directory(folder, run, doors, listening, own.announced)
+            doors, where = _doors(links, contacts), ports.again(listening)
+            return await _open_directory(folder, run, doors, where, own.announced)
 
         def opened_directory(addresses: tuple[str, ...]) -> None:
             own.publish()
-            kept[:] = [at_port_of(addresses, listening)]
+            if not listening.client_mode:
+                ports.keep(directory=next(map(port_in, addresses), 0))
 
         directory = DirectoryBeside(opening, opened_directory)
         opened.push_async_callback(directory.close)
@@ -160,11 +155,14 @@ class OneLife:
             ) from None
 
 
-def at_port_of(addresses: Sequence[str], listening: Listening) -> Listening:
-    """Return where a directory listens that had any free port, once it has these addresses: what
-    leads to it, in invites and records, still does if it is opened again."""
-    ports = (int(address.split("/tcp/")[1].partition("/")[0]) for address in addresses)
-    return listening if listening.dht_port else replace(listening, dht_port=next(ports, 0))
+async def _open_links(
+    identity: Identity, run: str, options: LinkOptions, again: Listening, listening: Listening
+) -> ZmqLinks:
+    """Open the links where this peer listened last, or, if that was taken since it was looked at,
+    where it was told to."""
+    with contextlib.suppress(OSError):
+        return await ZmqLinks.open(identity, run, replace(options, listen=again.links))
+    return await ZmqLinks.open(identity, run, replace(options, listen=listening.links))
 
 
 def _leaves_machine(contacts: Sequence[Contact]) -> bool:

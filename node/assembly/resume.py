@@ -17,6 +17,7 @@ from torch import Tensor
 
 from farflock.node.loop import Loop
 from farflock.node.model.llama import Llama
+from farflock.node.model.replica import drop_spoiled
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt
 from farflock.node.train.driver import Pending, RunPosition
 from farflock.node.train.state_sync import StateSync
@@ -144,6 +145,18 @@ def load_moments(node: Resumable, saved: Checkpoint) -> None:
     except (KeyError, ValueError) as error:
         raise _misfit(saved, error) from error
     node.loop.step = cursors_of(saved).step
+
+
+def load_shared(node: Resumable, saved: Checkpoint) -> None:
+    """Restore the method's shared state, as if adopted from another peer; in the worker that
+    applies results. Raise `CheckpointCorrupt` if it does not fit."""
+    driver = node.loop.driver
+    try:
+        with driver.cuts.changing():
+            driver.method.restore(driver.replica, dict(saved.groups["method"]), "adopt")
+            drop_spoiled(driver.replica)
+    except (KeyError, WrongState, ValueError) as error:
+        raise _misfit(saved, error) from error
 
 
 def load_stage_state(node: Resumable, saved: Checkpoint) -> None:

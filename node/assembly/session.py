@@ -13,12 +13,14 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
-from farflock.node.assembly.known_run import KnownRun
+from farflock.node.assembly.known_run import KnownRun, keep_terms
 from farflock.node.assembly.part import Part
 from farflock.node.assembly.peer_world import PeerWorld, peer_over
 from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.run.invite import MAX_MEMBERS, MAX_NAME_BYTES, Invite, mint, parse
 from farflock.node.state.kept_chunks import DownloadFolder
+from farflock.node.state.kept_records import KeptRecords
+from farflock.node.state.kept_views import KeptViews
 from farflock.node.state.paths import RunFolder, write_whole
 from farflock.swarm.addresses import scope_of
 from farflock.swarm.contact import Contact, contacts_of
@@ -71,6 +73,7 @@ class Session:
 
     def start(self, part: Part[Any]) -> None:
         """Start the run with this part's weights."""
+        self._keep_views()
         part.found()
         self._stay()
 
@@ -82,13 +85,37 @@ class Session:
     ) -> None:
         """Bring a part into the run of others, once there is room and it has the state; raise what
         the part raises, such as `TimeoutError`, if no member answers."""
-        await part.join(self.known.records, timeout_s, downloaded)
+        records = (*self.known.records, *self._keep_views(recall=True))
+        await part.join(records, timeout_s, downloaded)
         self._stay()
 
     async def resume(self, part: Part[SavedT], saved: SavedT) -> None:
         """Start the run again, which no other peer has kept, where this node stopped."""
+        self._keep_views()
         await part.resume(saved)
         self._stay()
+
+    def _keep_views(self, *, recall: bool = False) -> list[bytes]:
+        """Keep the views in this peer's folder from now on, in a run that can come back (of stages
+        none can yet); begin with those of its last life there to `recall` them. Return the records
+        of other members of that life."""
+        folder, records = self.world.files.folder, list[bytes]()
+        if folder is None or self.known.manifest.pipeline is not None:
+            return records
+        kept = KeptViews(folder.views)
+        if recall and (before := kept.read(self.known.run)) is not None:
+            self.peer.membership.sync.remember(before)
+            records = KeptRecords(folder.records).read()
+            self._introduce()  # others may come back with nothing but an address
+        if self.known.founder == self.peer.me:  # it can start the run again
+            self.peer.branching.returning.timeout_s = self.known.terms.branch_after_s
+        self.peer.membership.sync.store = kept.keep
+        return records
+
+    def _introduce(self) -> None:
+        """Answer those that ask for the run's terms."""
+        self.peer.context.store.put(self.known.manifest.canonical(), "manifest")
+        self.peer.membership.introductions.head = self.known.head
 
     async def watch(self, timeout_s: float) -> None:
         """Learn the run's members without a part in it; raise `TimeoutError` if none answers."""
@@ -148,8 +175,9 @@ class Session:
 
     def _stay(self) -> None:
         self._is_in = True
-        self.peer.context.store.put(self.known.manifest.canonical(), "manifest")
-        self.peer.membership.introductions.head = self.known.head
+        self._introduce()
+        if (files := self.world.files.folder) is not None:
+            keep_terms(files.terms, self.known)
         for helper in (self._publish(), self._remember(), self._forget_download()):
             self._helpers.append(asyncio.create_task(helper))
 
@@ -164,11 +192,17 @@ class Session:
         """Keep on disk how to reach other members, for the next start."""
         known: list[Contact] = []
         while self.world.files.folder is not None:
-            if (others := self._others()[:MAX_MEMBERS]) and others != known:
+            if (others := self._others()) and others != known:
                 with contextlib.suppress(OSError):  # a full disk must not end the node
                     AddressCache(self.world.files.folder).write(self._invite(others))
                     known = others
+                    KeptRecords(self.world.files.folder.records).keep(self._sealed())
             await asyncio.sleep(REMEMBER_EVERY_S)
+
+    def _sealed(self) -> list[bytes]:
+        """Return the sealed records of the other members."""
+        sealed, members = self.peer.membership.book.sealed, self.peer.membership.book.others()
+        return [sealed[peer] for peer in members if peer in sealed]
 
     async def _forget_download(self) -> None:
         """Remove a downloaded state from the disk as soon as this peer, a member, does not need it

@@ -4,15 +4,18 @@ It does for optimizers what node/process/entering.py does for nodes, but in a ba
 thread."""
 
 import contextlib
+import logging
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from farflock.node.assembly.known_run import learn_run, listed_by_members, own_run
+from farflock.node.assembly.known_run import KNOWN_S, learn_run, listed_by_members, own_run
+from farflock.node.assembly.learnt import learn_terms
 from farflock.node.assembly.own_world import identity_of, require_startable
-from farflock.node.assembly.session import Session
+from farflock.node.assembly.session import AddressCache, Session
+from farflock.node.errors import RefusedByRun
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.forked import closed_in_forks
 from farflock.node.library.presence import JoinRequest, OptimizerNode, present
@@ -27,8 +30,12 @@ from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.state_sync import Spool
 from farflock.swarm.compute import Worker
+from farflock.swarm.dht.greeting import DirectoryUnreachable
+from farflock.swarm.identity import Identity
 from farflock.swarm.record import unseal
 from farflock.swarm.zmq.links import ZmqLinks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,8 @@ class NetworkEntryPoint:
             kept.callback(state.close)
             starts = isinstance(way, Manifest)
             run = way.run_id(identity.peer) if isinstance(way, Manifest) else way.run
+            if starts and await _lives_on(machine, identity, run):
+                starts, way = False, AddressCache(machine.folder).read(run) or way
             contacts = () if isinstance(way, Manifest) else way.members
             async with network(machine, identity, run, contacts) as (world, links):
                 if isinstance(way, Manifest):
@@ -108,6 +117,21 @@ class NetworkEntryPoint:
                     with closed_in_forks(machine.folder.identity, lambda: _addresses(own, links)):
                         async with present(session, here):
                             yield here
+
+
+async def _lives_on(machine: MachineOptions, identity: Identity, run: str) -> bool:
+    """Return whether a member of the run that this program started in an earlier life answers: then
+    it goes back there, and begins no second one."""
+    before = AddressCache(machine.folder).read(run)
+    if before is None:
+        return False
+    try:
+        async with network(machine, identity, run, before.members) as (world, _):
+            await learn_terms(world, before, KNOWN_S)
+    except (RefusedByRun, DirectoryUnreachable):
+        log.info("no member of the run that this folder knows answers, so it begins again")
+        return False
+    return True
 
 
 def _addresses(own: Sequence[str], links: ZmqLinks) -> Iterator[str]:

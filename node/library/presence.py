@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from farflock.node.assembly.coming_back import come_back
 from farflock.node.assembly.core import Core
 from farflock.node.assembly.part import WholePart
 from farflock.node.assembly.session import Session
@@ -175,7 +176,7 @@ class OptimizerNode(WholePart):
                 await self.peer.meet(records, ANSWER_TIMEOUT_S)
                 await self.peer.membership.admission.find_room()
             async with _told(self.peer):
-                await self.loop.state_sync.adopt(downloaded=verified)
+                await come_back(self.peer, self.loop.state_sync, verified)
             await self.gate()
             self.peer.ask_in()
             async with while_there(self.peer, timeout_s):

@@ -17,7 +17,7 @@ from farflock.node.run.manifest import Manifest
 from farflock.node.run.memory import VALUE_BYTES, Exchanged, moment_bytes, stage_parameters
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.train.run_size import StreamSize, exchanged, stream_sizes
-from farflock.optimizers.catalog import unfolded
+from farflock.optimizers.catalog import method, unfolded
 from farflock.swarm.peer.round_log import (
     LOG_ROUNDS,
     MAX_LOG_BYTES,
@@ -79,10 +79,14 @@ def disk_need(
     sizes = stream_sizes(plan, pipeline)
     beside = exchanged(plan, members, sizes)
     share = _share(plan, pipeline, stages)
+    snapshot = int(share * snapshot_bytes(plan, beside))
+    rounds = sum(_log_bytes(size, members, pipeline is not None) for size in _held(sizes, stages))
+    if method(plan.method, **plan.options).equality == "exact":
+        rounds = max(rounds, snapshot)  # for whoever reads a snapshot
     return DiskNeed(
         int(share * beside.state_bytes) if outer else 0,
-        SNAPSHOTS * int(share * snapshot_bytes(plan, beside)),
-        sum(_log_bytes(size, members, pipeline is not None) for size in _held(sizes, stages)),
+        SNAPSHOTS * snapshot,
+        rounds,
         int(share * checkpoint_bytes(plan, beside)),
         fetched * READ_BYTES,
     )

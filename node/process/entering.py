@@ -29,6 +29,7 @@ from farflock.node.process.status_writer import StatusWriter
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.checkpoint import Checkpoint
+from farflock.node.state.kept_views import KeptViews
 from farflock.node.train.run_size import require_carried
 from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.identity import Identity
@@ -37,7 +38,7 @@ from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
 from farflock.swarm.roles import EVERY, NOTHING, UNMEASURED, role_of
 
 JOIN_TIMEOUT_S = 120.0
-REJOIN_TIMEOUT_S = 20.0  # for members to answer a founder that starts again
+REJOIN_TIMEOUT_S = 20.0  # to learn the terms of its run, for a founder that starts again
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +58,14 @@ async def found(machine: MachineOptions, manifest: Manifest, on_start: OnStart) 
     saved = last_of_part(machine.folder, own.run, pipeline, stage)
     remembered = AddressCache(machine.folder).read(own.run)
     # Without a checkpoint too: its run may live on, and must not begin a second time.
-    if remembered is not None and (saved is None or not _ended(saved, manifest)):
+    has_others = not KeptViews(machine.folder.views).alone(own.run, identity.peer)
+    goes_on = saved is None or not _ended(saved, manifest)
+    if remembered is not None and has_others and goes_on:
         try:
             return await join(machine, remembered, on_start, REJOIN_TIMEOUT_S)
         except (RefusedByRun, DirectoryUnreachable) as reason:
-            goes_on = "begins again" if saved is None else f"resumes from step {saved.step}"
-            log.info("no other member can be reached, so the run %s: %s", goes_on, reason)
+            does = "begins again" if saved is None else f"resumes from step {saved.step}"
+            log.info("no other member can be reached, so the run %s: %s", does, reason)
     try:
         return await _found(machine, identity, own, saved, on_start)
     except LifeOver as reason:

@@ -95,7 +95,9 @@ def replica_of(
     keeper.alone = shared is None
     node.evaluator = _evaluator(node, manifest, text)
     keeper.watch = node.watch
+    node.begins_alike = manifest.plan().weights is None
     if before is not None:
+        node.before = before
         load_moments(node, before)
         go_on(node.watch, before.meta)
     share, threads = machine.place.shares.cpu, machine.threads

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from farflock.node.assembly.coming_back import waits_for
 from farflock.node.errors import Failure
 from farflock.node.process.status import PartnerStatus, Status, Waiting, awaited_state, watched
 from farflock.node.state.paths import write_whole
@@ -65,6 +66,9 @@ class StatusWriter:
             coming, is_full = peer.snapshots.coming, peer.membership.admission.is_full
             if (coming is not None or is_full) and peer.context.chain is not None:
                 self._put(joining(self._node, coming))
+            elif awaited := peer.branching.returning.awaited:
+                found = status_of(self._node, waits_for(awaited))
+                self._put(msgspec.structs.replace(found, loss=None, is_member=False))
             await asyncio.sleep(STATUS_EVERY_S)
 
     def write(self, doing: str | None = None) -> Status:
@@ -193,8 +197,13 @@ def _doing(node: "NodeProcess") -> str:
         does += f" with at most {limits}"
     if trouble := node.session.world.trouble():
         does += f", without the run's directory ({trouble})"
+    awaited = part.peer.branching.returning.awaited
     if part.peer.membership.is_member:
-        return does
+        return f"{does}; {waits_for(awaited)}" if awaited else does
+    if awaited:
+        return f"{does}, but counts as no member; {waits_for(awaited)}"
+    if part.peer.branching.returning.is_open:
+        return f"{does}; counts as a member once all members have signed their return"
     if part.peer.membership.admission.is_full:
         return f"{does}, but does not count yet: {FULL}"
     view_s = node.manifest.exchange.view_s

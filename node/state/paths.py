@@ -1,8 +1,8 @@
 """Paths of files: the user's data folder, and in it (or at `--folder`) the folder of one node.
 
 A node's folder holds `identity.key` (0600), `status.json`, `run.db`, `events.jsonl` and
-`receipts.jsonl` (node/state/history.py), and `checkpoints/step-N/` (node/state/checkpoint.py). Only
-this module reads FARFLOCK_HOME."""
+`receipts.jsonl` (node/state/history.py), `views` (node/state/kept_views.py), and
+`checkpoints/step-N/` (node/state/checkpoint.py). Only this module reads FARFLOCK_HOME."""
 
 import errno
 import os
@@ -74,6 +74,26 @@ class RunFolder:
     def identity(self) -> Path:
         """The path of the key file."""
         return self.path / "identity.key"
+
+    @property
+    def views(self) -> Path:
+        """The file of the views that this node knows."""
+        return self.path / "views"
+
+    @property
+    def terms(self) -> Path:
+        """The file of the terms of its run."""
+        return self.path / "terms"
+
+    @property
+    def records(self) -> Path:
+        """The file of the records of the members that this node knew last."""
+        return self.path / "records"
+
+    @property
+    def ports(self) -> Path:
+        """The file of the ports on which this node listened last."""
+        return self.path / "ports"
 
     @property
     def outer(self) -> Path:

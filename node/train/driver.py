@@ -127,6 +127,7 @@ class Driver:
         self._step_tokens = 1  # of the last local step
         self.members = 1
         self.ahead = False  # a local step has changed the state, and is not counted yet
+        self.applied: Callable[[], None] = lambda: None  # told in the worker after each result
         self.begin({}, 0)
 
     # the run
@@ -269,6 +270,7 @@ class Driver:
             self._count(exchange.key, result)
             if notes is not None:
                 notes.closed(exchange.key.round, result.notes)
+            self.applied()
         return second_phase
 
     def replay(self, key: ExchangeKey, result: Result, progress: Progress) -> list[Exchange]:

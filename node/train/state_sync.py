@@ -8,7 +8,7 @@ The code is the same in a process and in the simulator; long work goes through t
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +22,7 @@ from farflock.node.state.spool import Malformed, room, spooled, tensors_of
 from farflock.node.train.absence import STALL_S
 from farflock.node.train.driver import Apply, Driver, RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
+from farflock.node.train.held_state import OwnHeldState
 from farflock.optimizers.method import ExchangeKey, Result, State
 from farflock.optimizers.parts.state import WrongState, counter, state_hash
 from farflock.optimizers.parts.stateful import live_state
@@ -29,7 +30,7 @@ from farflock.swarm.compute import Compute
 from farflock.swarm.peer.absences import Absences
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.pairing import Pairing
-from farflock.swarm.peer.round_log import traffic_of
+from farflock.swarm.peer.round_log import KeptRounds, traffic_of
 from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
 from farflock.swarm.peer.state_download import SILENT_S
@@ -47,6 +48,14 @@ STATE_COPIES = 8  # of the model in fp32: methods keep one to four, with moments
 HEAD_BYTES = 1024 * 1024  # names, shapes and counters
 WhatLeaves = TypeVar("WhatLeaves")
 UNKNOWN = b""  # hash of a state that is not written yet
+# Members cut an exact state after the same rounds, each of which ends so many, so that a newcomer
+# reads the same chunks from all of them; or where they are, if none comes so soon.
+COMMON_ROUNDS = 4
+COMMON_S = 5.0
+LOOK_S = 0.05
+# Looks at which nothing was missing, after which a node has caught up although nobody said so: a
+# newcomer's, and a member's, which hears of rounds as they begin.
+CALM_LOOKS, MEMBER_CALM_LOOKS = 100, 4
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +102,13 @@ class _Landing:
         return self.file
 
 
+@dataclass(slots=True)
+class _CommonCut:
+    """A cut that is waited for."""
+
+    made: tuple[Cut, Snapshot] | None = None
+
+
 class StateSync:
     """One node's state in one run: that of its exchange client's stage, or of the whole model."""
 
@@ -108,9 +124,15 @@ class StateSync:
         self.spool = spool or Spool(compute)
         self._state_name = STATE if client.stage is None else f"{STATE}/{client.stage}"
         self._opened = False
+        self._common: _CommonCut | None = None
+        driver.applied = self._cut_if_common
+        # Applies the rounds that are decided and here: the loop's, so that it is told of them.
+        self.replay: Callable[[], Awaitable[object]] | None = None
+        self._rounds = KeptRounds(peer.rounds.streams, client.stage)
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
         self.may_leave: Callable[[], bool] | None = None  # None: always; asked in the worker
         self._readers = 0  # that wait until it may
+        self.held = OwnHeldState(peer.context, driver, client.stage, compute, self._state)
 
     def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
         """Open all streams of the method after these rounds, and serve this node's state to
@@ -123,9 +145,15 @@ class StateSync:
             self._client.open(
                 template, begun[template.key.stream], 0 if number else tokens, noted=noted
             )
-        self._peer.context.progress_tokens = lambda: self._driver.tokens
+        self.held.open()
+        later = self._rounds if self._is_exact else None
         traffic = partial(traffic_of, self._peer.rounds.streams, self._client.stage)
-        self._peer.snapshots.serve(self._state_name, self._snapshot, traffic=traffic)
+        self._peer.snapshots.serve(self._state_name, self._snapshot, rounds=later, traffic=traffic)
+
+    @property
+    def _is_exact(self) -> bool:
+        """True if all members hold the same state."""
+        return self._driver.method.equality == "exact"
 
     @property
     def feedback(self) -> State:
@@ -178,8 +206,10 @@ class StateSync:
         self,
         timeout_s: float | None = None,
         downloaded: DownloadProgress = lambda here, total: None,
+        min_round: int = -1,
     ) -> None:
-        """Replace this node's state with the run's; pending exchanges and local work are lost.
+        """Replace this node's state with the run's, after `min_round` or later; pending exchanges
+        and local work are lost.
 
         Without `timeout_s` it may take any time, as long as something comes; else raise
         `SnapshotUnavailable`. A snapshot with a wrong hash or for another model is discarded and
@@ -191,26 +221,54 @@ class StateSync:
         async with self._absent(), asyncio.timeout(timeout_s):
             while True:
                 # from an older round the log could not be followed to the present
-                oldest, max_bytes = self._peer.reach(stage), max_state_bytes(replica.shapes)
+                oldest = max(min_round, self._peer.reach(stage))
+                max_bytes = max_state_bytes(replica.shapes)
                 snapshot = await self._peer.snapshots.fetch(
                     *(self._state_name, timeout_s, downloaded, oldest, stage, max_bytes, mine),
                     landing.room,
                     keep=not self._opened,  # a joiner's; a member may have other snapshots on disk
                     silent_s=MEMBER_SILENT_S if self._opened else SILENT_S,
                 )
-                if snapshot.state == mine:  # as at the run's beginning, from the same weights
-                    rounds: dict[str, int] = {}
-                    break
+                if snapshot.state == mine:  # as at the beginning, or in this node's last life
+                    self.open(self._driver.position.rounds, snapshot.tokens)
+                    await self._catch_up()
+                    return
                 try:
-                    rounds = await self._compute(partial(self._restore, snapshot, landing.file))
-                    break
+                    async with self._peer.snapshots.reading(self._state_name):
+                        rounds = await self._compute(partial(self._restore, snapshot, landing.file))
+                        self.open(rounds, snapshot.tokens)
+                        if await self._catch_up():
+                            return
+                        log.warning("the rounds since the adopted state do not come; trying again")
                 except (CorruptSnapshot, WrongState) as error:
                     log.warning("discarded a downloaded snapshot, fetching another: %s", error)
                     self._peer.snapshots.distrust(self._state_name)
                     wrong += 1
                     if wrong == MAX_WRONG_STATES:
                         raise CorruptSnapshot(f"{wrong} states were of no use: {error}") from None
-            self.open(rounds, snapshot.tokens)
+
+    async def _catch_up(self) -> bool:
+        """Apply the rounds that were decided since the state that was adopted, until this node has
+        all: before that, the others would wait for it in each round. Return False if one is known
+        of which nothing comes, or that the members do not have any more."""
+        context, place, came_s = self._peer.context, self.next_rounds, self._peer.context.now()
+        calm = MEMBER_CALM_LOOKS if context.is_member else CALM_LOOKS
+        while self.replay is not None and calm:
+            await self.replay()
+            came_s = max(came_s, context.chunks.last_heard_s)
+            if self.next_rounds != place:
+                place, came_s = self.next_rounds, context.now()
+            if not self.is_behind and self._rounds.are_here():
+                if self._rounds.are_followed():
+                    break
+                calm -= 1
+            elif context.now() - came_s >= SILENT_S or self._peer.rounds.are_lost(
+                self._client.stage
+            ):
+                return False
+            await asyncio.sleep(LOOK_S)
+        self._rounds.caught_up()
+        return True
 
     @asynccontextmanager
     async def _absent(self) -> AsyncIterator[None]:
@@ -232,7 +290,7 @@ class StateSync:
         self._peer.absences.come_back(self.next_rounds.items())
 
     def _beginning(self) -> bytes | None:
-        """Return the hash of the state with which a run would begin here; None once it has."""
+        """Return the hash of the state with which this node would begin; None once it has."""
         return None if self._opened else state_hash(self._state())
 
     def _restore(self, snapshot: Snapshot, file: memoryview) -> dict[str, int]:
@@ -274,10 +332,38 @@ class StateSync:
         """Return a snapshot of the current state. It is cut in the worker that applies results, so
         that the state and its rounds match, and written beside it."""
         async with self.spool.turn:
-            cut, made = await self.leaving(self.cut)
+            common = await self._common_cut()
+            cut, made = await self.leaving(self.cut) if common is None else common
             with self._driver.cuts.added(cut):
                 write = partial(_written, cut, made, self.spool.storage)
                 return await self.spool.compute(write)
+
+    async def _common_cut(self) -> "tuple[Cut, Snapshot] | None":
+        """Wait for a round after which the other members cut, too, and return that cut; None if
+        there is nothing to wait for, or none came soon. A member that takes the state over has lost
+        rounds already: it does not wait for one more."""
+        members = self._peer.context.views.newest.serving(self._client.stage)
+        waits = self._peer.snapshots.is_asked_by_newcomers(self._state_name)
+        if not (self._is_exact and waits) or self._is_common() or len(members) == 1:
+            return None
+        common = self._common = _CommonCut()
+        until_s = self._peer.context.now() + COMMON_S
+        try:
+            while common.made is None and self._peer.context.now() < until_s:  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+        finally:
+            self._common = None
+        return common.made
+
+    def _is_common(self) -> bool:
+        return (self.applied_round + 1) % COMMON_ROUNDS == 0
+
+    def _cut_if_common(self) -> None:
+        """Cut the state, if that is waited for and its round is right; in the worker that applies
+        results."""
+        common = self._common
+        if common is not None and common.made is None and self._is_common():
+            common.made = self.cut()
 
     async def leaving(self, read: Callable[[], WhatLeaves]) -> WhatLeaves:
         """Return what `read` finds, in the worker, of a state that may leave."""
@@ -310,7 +396,7 @@ class StateSync:
         Local steps do not change the shared state of exact methods. Their hash is known from the
         last round, but at a stage it would hold up passes."""
         driver, position, stage = self._driver, self._driver.position, self._client.stage
-        exact = driver.method.equality == "exact"
+        exact = self._is_exact
         with nullcontext() if exact else driver.cuts.between_steps():
             state = self._state()
             cut = Cut(state)

@@ -4,15 +4,21 @@ A member that evaluates the model, or whose save takes long, goes on voting and 
 Others heed its word as they heed a suspicion, up to the round from which on it contributes again.
 """
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Away, Key
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.round_log import StreamState
 
 REPEAT_S = 1.0  # a message may be lost
 REPEATS = 10  # of the word that a member is back
+LAG_ROUNDS = 2  # decided, of which the content is not here
 AHEAD = 32  # rounds: a member that dies meanwhile becomes suspect long before
+
+
+log = logging.getLogger(__name__)
 
 
 class Absences:
@@ -24,6 +30,15 @@ class Absences:
         self._until: dict[str, int] = {}  # by stream
         self._left = 0  # repeats
         self._sent_s = 0.0
+        self._lag: Lag | None = None
+
+    def watch(self, streams: Mapping[str, StreamState]) -> None:
+        """Be absent, too, while this peer is behind in these."""
+        self._lag = Lag(self._context, self, streams)
+
+    def is_behind(self, stream: str) -> bool:
+        """Return whether this peer catches up with rounds of a stream whose content is late."""
+        return self._lag is not None and stream in self._lag.behind
 
     def leave(self, nexts: Iterable[tuple[str, int]]) -> None:
         """Contribute nothing to these streams, whose next rounds these are; call it again as rounds
@@ -54,7 +69,9 @@ class Absences:
         away[sender, key.stream] = key.round
 
     def tick(self) -> None:
-        """Repeat what was said."""
+        """Repeat what was said, and look whether this peer has fallen behind."""
+        if self._lag is not None:
+            self._lag.tick()
         if self._left and self._context.now() - self._sent_s >= REPEAT_S:
             self._left -= 1
             self._send()
@@ -65,3 +82,39 @@ class Absences:
             for peer in self._context.views.newest.peers:
                 if peer != self._context.me:
                     self._context.send(peer, Away(Key(stream, number)))
+
+
+class Lag:
+    """Takes this peer out of what others wait for as soon as it falls behind, as on a line that is
+    slower than the rounds, until it has all of them again."""
+
+    def __init__(
+        self, context: PeerContext, absences: Absences, streams: Mapping[str, StreamState]
+    ) -> None:
+        self._context, self._absences, self._streams = context, absences, streams
+        self.behind: set[str] = set()  # streams
+
+    def tick(self) -> None:
+        """Look how far this peer is in each stream whose members wait for each other."""
+        for name, state in self._streams.items():
+            terms, stride = state.stream.terms, state.stream.cadence.stride
+            if state.stream.wants != "all" or terms.enough or not self._context.is_member:
+                continue
+            rounds = (state.newest - state.whole) // stride
+            if rounds >= LAG_ROUNDS:
+                if name not in self.behind:
+                    self._say(name, rounds)
+                self.behind.add(name)
+                self._absences.leave([(name, state.next)])
+            elif not rounds and state.seen <= state.next and name in self.behind:
+                self.behind.remove(name)
+                self._absences.come_back([(name, state.next)])
+
+    def _say(self, name: str, rounds: int) -> None:
+        log.warning(
+            "this peer is %d rounds of %s behind, whose content has not come yet: its line is"
+            " slower than the rounds, or was for a while; the others do not wait for it until it"
+            " has caught up",
+            rounds,
+            name,
+        )

@@ -1,14 +1,16 @@
 """Known peers, the questions of newcomers, and the requests of peers that join or leave a run.
 
-Outsiders repeat `Join` to all known members until they are in a view; `Leave` is sent once. A view
-that has as many members as it may have says "full": its members have signed it, so nobody can make
-that up. Outsiders then only ask a few members, ever more rarely, for a view with room.
+Outsiders repeat `Join` to all known members until they are in a view; `Leave` is sent once for each
+view. A view that has as many members as it may have says "full": its members have signed it, so
+nobody can make that up. Outsiders then only ask a few members, ever more rarely, for a view with
+room.
 """
 
 import asyncio
 import random
 from collections.abc import Callable
 
+from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
     MAX_MEMBERS,
@@ -19,6 +21,7 @@ from farflock.swarm.messages import (
     TermsQuery,
 )
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.protocol import views
 from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import Candidates, Member, View
 from farflock.swarm.quota import Quota, units
@@ -111,12 +114,12 @@ class Introductions:
 class Admission:
     """The peers that want to join or leave, this one included."""
 
-    def __init__(self, context: PeerContext, book: RecordBook) -> None:
+    def __init__(self, context: PeerContext, book: RecordBook, identity: Identity) -> None:
         self.candidates = Candidates()
         self.wants_in = False
         self.watching = False  # wants the views now, and admission only later
         self.leaves = False  # this peer has said goodbye
-        self._context, self._book = context, book
+        self._context, self._book, self._identity = context, book, identity
         self.on_full: Callable[[], None] = lambda: None
         self._joined_s, self._pause_s = -1e9, JOIN_EVERY_S
         self._random = random.Random(f"{context.seed}/{context.me}/room")
@@ -157,7 +160,7 @@ class Admission:
         # A view given up may still list this peer, which must then leave before it can join.
         listed = chain is not None and chain.newest.index(me, self._context.incarnation) is not None
         if self.wants_in and not self.is_full:
-            self._context.send(peer, Leave() if listed else Join(self._book.mine))
+            self._context.send(peer, self._goodbye() if listed else Join(self._book.mine))
 
     def receive_join(self, sender: PeerId, blob: bytes) -> None:
         """Note that a peer wants to join, if it sent its own record."""
@@ -176,12 +179,22 @@ class Admission:
             member = Member(sender, record.incarnation, stage_of(record.role))
             self.candidates.join(member, self._context.now() + JOIN_LASTS_S)
 
-    def receive_leave(self, sender: PeerId, incarnation: int) -> None:
-        """Note that a member leaves."""
+    def receive_leave(self, sender: PeerId, incarnation: int, message: Leave) -> bool:
+        """Note that a member leaves; return whether its goodbye to the newest view is new."""
         chain = self._context.chain
-        index = chain.newest.index(sender, incarnation) if chain is not None else None
-        if chain is not None and index is not None:
-            self.candidates.leave(chain.newest.members[index])
+        if chain is None or not chain.newest.lists(sender):
+            return False
+        newest = chain.newest
+        is_new = message.view == newest.hash and sender not in chain.goodbyes
+        if is_new:
+            if not views.is_goodbye(chain.run, newest, sender, message.proof):
+                self._context.drop("bad goodbye")
+                return False
+            chain.goodbyes[sender] = message.proof
+        index = newest.index(sender, incarnation)
+        if index is not None:
+            self.candidates.leave(newest.members[index])
+        return is_new
 
     def leave(self) -> None:
         """Say goodbye to all members."""
@@ -193,8 +206,17 @@ class Admission:
 
     def say_goodbye(self) -> None:
         """Tell the members of the newest view that this peer leaves."""
+        goodbye = self._goodbye()
         for peer in self._book.others():
-            self._context.send(peer, Leave())
+            self._context.send(peer, goodbye)
+
+    def _goodbye(self) -> Leave:
+        """Return this peer's goodbye to the newest view, signed if that lists its key."""
+        chain, me = self._context.chain, self._context.me
+        if chain is None or not chain.newest.lists(me):
+            return Leave()
+        text, domain = views.goodbye_text(chain.newest, me), views.goodbye_domain(chain.run)
+        return Leave(chain.newest.hash, self._identity.sign(domain, text))
 
     def start_over(self) -> None:
         """Forget all requests after a change of chain, and only watch."""

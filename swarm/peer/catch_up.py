@@ -7,6 +7,7 @@ go on, and to the stage that round has failed.
 """
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import random
@@ -32,6 +33,8 @@ RETRY_S = 0.5  # pause while no peer has the item, so as not to ask in a tight l
 HOPELESS_S = 20.0
 # Decisions per answer: rounds may end faster than they can be asked for one by one.
 DECISIONS_PER_ANSWER = 4
+BLOCK_ROUNDS = 32  # the same, for a newcomer; of these it has no more that it has not applied
+BLOCK_BYTES = 64 * 1024 * 1024  # nor of their content
 ANSWERS_PER_S, ANSWERS_BURST = 256.0, 1024.0  # per asker, fewer if they are long: see `units`
 
 
@@ -46,7 +49,7 @@ class CatchUp:
     def ask(self, state: StreamState) -> None:
         """Ask a random member for the next round's decision, which this peer may have missed."""
         now_s, number = self._context.now(), state.next
-        if now_s - state.asked_s < FOLLOW_S or state.stream.terms.group:
+        if now_s - state.asked_s < FOLLOW_S or state.stream.terms.group or _is_full(state):
             return
         others = self._others()
         said = {peer: word for peer in others if (word := state.forgotten.by(number, peer))}
@@ -73,13 +76,18 @@ class CatchUp:
         """Return others' reports if the next round has left most logs; else an empty list."""
         return state.forgotten.agreed(state.next, self._others())
 
-    def answer_query(self, state: StreamState, sender: PeerId, query: LogQuery) -> View | None:
-        """Send the decision of a round and of some after it, or say that they have left the log.
+    def answer_query(
+        self, state: StreamState, sender: PeerId, incarnation: int, query: LogQuery
+    ) -> View | None:
+        """Send the decision of a round and of some after it, or say that they have left the log; to
+        a newcomer, which hears nothing else of rounds, also that the round is open.
 
         If the members that serve the round's stage left without beginning it, return its view: this
         peer must begin it."""
+        is_member = self._context.views.newest.index(sender, incarnation) is not None
         numbers = itertools.islice(
-            itertools.count(query.key.round, state.stream.cadence.stride), DECISIONS_PER_ANSWER
+            itertools.count(query.key.round, state.stream.cadence.stride),
+            DECISIONS_PER_ANSWER if is_member else BLOCK_ROUNDS,
         )
         entries = (
             state.entry(number) if query.notes else state.log.get(number) for number in numbers
@@ -94,17 +102,22 @@ class CatchUp:
         if not self._answers.take(sender.encode(), units(1, size_bytes), self._context.now()):
             self._context.drop("too many questions about the log")
             return None
+        number, name = query.key.round, state.stream.name
+        applied, current = number - state.stream.cadence.stride, number > state.newest
+        self._context.note_followed(sender, name, applied, current=current)
         for decided in decisions:
             self._context.send(sender, decided)
         if decisions:
             return None
-        if query.key.round <= state.newest:
+        if number <= state.newest:
             first = iter(state.old_log) if query.notes and state.old_log else iter(state.log)
             # Rounds from before this peer joined are unknown here, even the last.
             oldest = next(first, state.next)
             self._context.send(sender, Forgotten(query.key, oldest, state.newest))
             return None
-        view = self._context.views.at(query.key.round, state.stream.stage)
+        if number == state.next and not is_member and not query.notes:
+            self._context.send(sender, Forgotten(query.key, number, number))
+        view = self._context.views.at(number, state.stream.stage)
         return view if view is not None and self._is_given_up(state, view) else None
 
     def _is_given_up(self, state: StreamState, view: View) -> bool:
@@ -131,8 +144,10 @@ class CatchUp:
         if view.index(sender, incarnation) is None:
             self._context.drop("not from a member")
             return
+        if message.key.round == state.next == message.oldest == message.newest:
+            state.open_round = state.next
         if message.key.round != state.next or message.oldest <= message.key.round:
-            return  # a late answer, or a report that contradicts itself
+            return  # a late answer, a round that is not decided, or a contradiction
         was_lost = bool(self.lost(state))
         if state.forgotten.note(sender, message, view.peers, self._context.now()):
             state.asked_s = 0.0  # ask the next member at once
@@ -169,7 +184,7 @@ class CatchUp:
             self._context.drop("not from a member")
             return
         state.seen = max(state.seen, decided.key.round)
-        if decided.key.round != state.next or decided.key.attempt:
+        if decided.key.round != state.next or decided.key.attempt or _is_full(state):
             return
         try:
             serving = view.serving(state.stream.stage)
@@ -200,7 +215,8 @@ class CatchUp:
             self._context.drop("item too large")
             return
         try:
-            await asyncio.gather(*(self._fetch(state, key, entry, item) for item in wanted))
+            async with state.turn if state.catching_up else contextlib.nullcontext():
+                await asyncio.gather(*(self._fetch(state, key, entry, item) for item in wanted))
         except BadBundle:
             self._context.drop("bad list of shards")
             return
@@ -262,3 +278,12 @@ class CatchUp:
             self._log.evict(state, number)
         else:
             entry.close = replace(entry.close, items=(), members=())
+
+
+def _is_full(state: StreamState) -> bool:
+    """Return whether a node that replays rounds has enough of them here, or coming."""
+    if not state.catching_up:
+        return False
+    ahead = [entry for number, entry in state.log.items() if number > state.applied]
+    size_bytes = sum(item.size for entry in ahead for item in entry.close.items)
+    return len(ahead) >= BLOCK_ROUNDS or size_bytes >= BLOCK_BYTES

@@ -11,16 +11,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farflock.swarm.bundle_store import BundleStore
+from farflock.swarm.chunk_server import StateReaders
 from farflock.swarm.chunk_store import Shelve, Store
 from farflock.swarm.chunks import Chunks
 from farflock.swarm.compute import Compute, inline
 from farflock.swarm.frame import Frame, pack, pack_buffers
 from farflock.swarm.links import Links, Liveness, PeerId
-from farflock.swarm.messages import MAX_TRAIL, Evaluation, Key, Message, Piece, Probed
+from farflock.swarm.messages import MAX_TRAIL, Evaluation, HeldState, Key, Message, Piece, Probed
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, raised
 from farflock.swarm.protocol.views import Chain, View
 
 MAX_GIVEN_UP = 8 * MAX_TRAIL  # the kept views of 8 chains
+
+
+@dataclass(slots=True)
+class OwnState:
+    """The state of this peer, as it tells others: the run's tokens, used where no round agrees on
+    them, and what it holds, if anything. It `is_open` once its streams have begun with that."""
+
+    tokens: Callable[[], int] = lambda: 0
+    held: Callable[[], HeldState | None] = lambda: None
+    is_open: bool = False
 
 
 @dataclass(slots=True)
@@ -38,7 +49,7 @@ class PeerContext:
     chain: Chain | None = None
     # The next view must begin here or later: after the rounds that this peer took part in.
     floor: Floor = NO_FLOOR
-    progress_tokens: Callable[[], int] = lambda: 0  # used where no round agrees on tokens
+    own: OwnState = field(default_factory=OwnState)
     given_up: dict[bytes, None] = field(default_factory=dict)  # given-up views, oldest first
     # The incarnation in which each member of the newest view was last heard.
     lives: dict[PeerId, int] = field(default_factory=dict)
@@ -66,6 +77,11 @@ class PeerContext:
         assert self.chain is not None, "this peer knows no view yet: start a run or join one first"
         return self.chain
 
+    @property
+    def readers(self) -> StateReaders:
+        """The peers that read this peer's states."""
+        return self.chunks.server.readers
+
     def now(self) -> float:
         """Return monotonic local seconds: the loop's clock, virtual in simulations."""
         return asyncio.get_running_loop().time()
@@ -81,6 +97,10 @@ class PeerContext:
         had no room in time."""
         frame = pack_buffers(Frame(self.incarnation, piece, body))
         return await self.links.send_bulk(peer, frame, timeout_s)
+
+    def queued_bytes(self) -> int:
+        """Return the bytes of bulk that wait for this peer's own line."""
+        return self.links.queued_bytes()
 
     async def send_bulk(self, peer: PeerId, message: Message, timeout_s: float) -> bool:
         """Send a large message as bulk; False if the links refused it or had no room in time."""
@@ -99,6 +119,11 @@ class PeerContext:
             heard is not None and view.index(peer, heard) is None
         )
 
+    def living(self, number: int, stage: int | None) -> tuple[PeerId, ...]:
+        """Return the other live peers that can decide a round, or still have the decision."""
+        view = self.views.at(number, stage) or self.views.newest
+        return tuple(peer for peer in view.peers if peer != self.me and not self.gone(view, peer))
+
     def left(self, peer: PeerId) -> bool:
         """True if a member has said goodbye: it votes while needed, but contributes nothing."""
         return peer in self.leaving or not self.views.newest.lists(peer)
@@ -106,6 +131,12 @@ class PeerContext:
     def is_away(self, peer: PeerId, key: Key) -> bool:
         """True if another member has said that it contributes nothing to this round."""
         return key.round < self.away.get((peer, key.stream), 0)
+
+    def note_followed(self, peer: PeerId, stream: str, applied: int, *, current: bool) -> None:
+        """Note up to which round of a stream a peer has all, for the states that it may read, and
+        whether none is decided after that."""
+        for state in self.readers.states.values():
+            state.followed(peer, stream, applied, self.now(), current=current)
 
     def my_index(self, view: View) -> int | None:
         """Our member index in a view; None if we are not in it in this life, or gave it up."""

@@ -44,7 +44,7 @@ class Membership:
         self.records = self.book.records  # the newest of each other known peer
         self.sync = ViewSync(context, self.view_changed)
         self.known = self.sync.known  # set once the views are known
-        self.admission = Admission(context, self.book)
+        self.admission = Admission(context, self.book, identity)
         self.next_view = NextView(
             context, identity, view_s, self.admission, self.sync, self.view_changed
         )
@@ -82,6 +82,7 @@ class Membership:
         member = Member(self._context.me, self._context.incarnation, stage)
         genesis = Certified(views.genesis(self._context.run, member))
         self.sync.begin(Chain(self._context.run, [genesis]))
+        self.sync.keep()
         self.clock.is_origin = True
         self.admission.wants_in = True  # rejoins if the others ever go on without this peer
 
@@ -103,8 +104,12 @@ class Membership:
             peer: life for peer, life in heard if newest.index(peer, life) is not None
         }
         self.next_view.begin_anew()
-        for peer in self.admission.settle(newest):
+        admitted = self.admission.settle(newest)
+        self.sync.keep()
+        for peer in admitted:
             self.sync.send_views(peer, newest.number - 1)
+        if self.admission.leaves and newest.lists(self._context.me):
+            self.admission.say_goodbye()  # the one before was to another view
 
     def tick(self) -> None:
         """Ask for admission, propose the next view if it is due and our turn, and ping."""
@@ -140,7 +145,8 @@ class Membership:
             case Join(record=blob):
                 self.admission.receive_join(sender, blob)
             case Leave():
-                self.admission.receive_leave(sender, incarnation)
+                if self.admission.receive_leave(sender, incarnation, message):
+                    self.sync.keep()
             case ViewQuery(number=number):
                 self.sync.send_views(sender, number - 1)
             case Views(views=encoded):

@@ -101,6 +101,7 @@ class Peer:
         self.absences = Absences(
             self.context, lambda name: name in self.rounds.names or name in self.pairing.streams
         )
+        self.absences.watch(self.rounds.streams)
         self.evaluations = Evaluations(self.context, self.newest)
         self.loads = LoadReports(self.context)
         self.codec_offers = CodecOffers(self.context)
@@ -123,6 +124,7 @@ class Peer:
         """Return a router that knows which part handles which messages."""
         router, snapshots = Router(self.context, self.membership, self.rounds), self.snapshots
         router.add(self.branching.receive, *get_args(messages.BranchMessage))
+        router.add(self.branching.returning.receive, *get_args(messages.ReturnMessage))
         router.add(self.calls.receive, *get_args(messages.CallMessage))
         router.add(self.data_holders.receive, *get_args(messages.DataMessage))
         router.add(self.membership.introductions.receive, *get_args(messages.IntroductionMessage))
@@ -253,7 +255,8 @@ class Peer:
         if name in self.branching.adrift:
             return RoundOutcome(key, "lost", number + 1)
         paired = self.pairing.streams.get(name)
-        if not paired and number <= self.rounds.newest(name):
+        is_over = not paired and number <= self.rounds.newest(name)
+        if is_over and not self.absences.is_behind(name):
             self.absences.come_back([(name, self.rounds.newest(name) + 1)])  # they went on without
         stream = paired or self.rounds.streams[name].stream
         bundles = self.context.bundles.put(stream.terms.cut, shards, work_pin(key))

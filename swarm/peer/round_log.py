@@ -9,7 +9,7 @@ pace and must miss none.
 import asyncio
 import collections
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,10 @@ from farflock.swarm.protocol.log_truncation import LogTruncation
 LOG_ROUNDS = 8  # with all content, for members that were away
 MAX_LOG_BYTES = 128 * 1024 * 1024  # per stream, of that content; the newest round always stays
 MIN_SHELVED_BYTES = 1024 * 1024  # of a round's content; less stays in memory
+# Of the rounds after a state that is read. A tiny state takes longer to ask for than to send, and
+# its rounds come fast.
+MIN_LATER_BYTES = 1024 * 1024
+FILLS = 4  # rounds whose content is fetched at once while a node replays them
 OLD_LOG_ROUNDS = 256  # with the last shards only, for trainers
 OLD_LOG_BYTES = 16 * 1024 * 1024  # per stream: last shards may be large
 
@@ -44,6 +48,7 @@ class LoggedRound:
     taken: tuple[bool, ...]
     complete: bool = False
     content_bytes: int = 0  # once it is complete
+    is_in_memory: bool = False
     reminders: Reminders = field(default_factory=Reminders)
     twins: tuple[PeerId, ...] = ()  # members that offered the same bytes as this one
 
@@ -79,6 +84,12 @@ class StreamState:
     old_log_bytes: int = 0
     offers: dict[int, OpenOffer] = field(default_factory=dict)  # ours, by round, unresolved
     asked_s: float = 0.0
+    applied: int = -1  # the last round that the node is past, as far as it said
+    # whether the node replays rounds: none that it has not applied leaves the log
+    catching_up: bool = False
+    # of fetching the content of rounds that are replayed: on a slow line, those before come first
+    turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(FILLS))
+    open_round: int = -1  # the last one of which a member said that it is not decided
     # Members that announced that the next round left their log.
     forgotten: LogTruncation = field(default_factory=LogTruncation)
     skipped: bool = False  # tokens are unknown until the next decision
@@ -88,6 +99,10 @@ class StreamState:
     def next(self) -> int:
         """The round after the newest."""
         return self.newest + self.stream.cadence.stride
+
+    def changes(self, stage: int | None) -> bool:
+        """Return whether the rounds change the state of a `stage` (None: of whole models)."""
+        return self.stream.wants == "all" and self.stream.stage == stage
 
     def entry(self, number: int) -> LoggedRound | None:
         """Return a decided round from the log or the old rounds before it, or None."""
@@ -107,6 +122,50 @@ class StreamState:
         return min(incomplete, default=self.next) - self.stream.cadence.stride
 
 
+class KeptRounds:
+    """The logs of the streams that change the state of a `stage` (None: of whole models), for those
+    that read it (swarm/protocol/state_readers.py)."""
+
+    def __init__(self, streams: Mapping[str, StreamState], stage: int | None) -> None:
+        self._streams, self._stage = streams, stage
+
+    @property
+    def names(self) -> Collection[str]:
+        """The streams."""
+        return [state.stream.name for state in self._states]
+
+    @property
+    def _states(self) -> list[StreamState]:
+        return [state for state in self._streams.values() if state.changes(self._stage)]
+
+    def lead_on(self, number: int) -> bool:
+        """Return whether all rounds after this one are kept."""
+        return all(
+            next(iter(state.log), state.next)
+            <= state.stream.cadence.upto(number) + state.stream.cadence.stride
+            for state in self._states
+        )
+
+    def size_bytes(self, number: int) -> int:
+        """Return the bytes of the kept rounds after this one."""
+        return sum(size_after(state, number) for state in self._states)
+
+    def are_here(self) -> bool:
+        """Return whether this peer has all rounds of which it knows that they are decided."""
+        return all(
+            state.whole == state.newest and state.seen <= state.next for state in self._states
+        )
+
+    def are_followed(self) -> bool:
+        """Return whether a member said that no further round is decided."""
+        return all(state.open_round == state.next for state in self._states)
+
+    def caught_up(self) -> None:
+        """Note that the node has applied what is here."""
+        for state in self._states:
+            state.catching_up = False
+
+
 class RoundLog:
     """The logs of one peer's streams; the machine of a round that leaves its log is dropped."""
 
@@ -121,11 +180,15 @@ class RoundLog:
         state.log[number] = entry
         for member, value in entry.close.evaluations:
             self._context.evaluated(state.stream.name, entry.group[member], value)
-        while len(state.log) > LOG_ROUNDS:
+        while len(state.log) > LOG_ROUNDS and self._may_retire(state, next(iter(state.log))):
             self._retire(state, next(iter(state.log)))
 
     def _retire(self, state: StreamState, number: int) -> None:
         """Move a round from the log to the old ones; drop it unless its last shards are kept."""
+        self._drop(state, number)
+        self._context.readers.outgrown()
+
+    def _drop(self, state: StreamState, number: int) -> None:
         entry = state.log[number]
         if not (state.stream.terms.witnessed and (entry.complete or state.stream.wants == "last")):
             self._shorten(state, 0)
@@ -188,24 +251,56 @@ class RoundLog:
         entry.content_bytes = self._context.store.pinned_bytes(key)
         late = number + state.stream.cadence.stride < state.seen  # others may have begun the next
         state.meter.heard(entry.content_bytes, self._context.now(), late=late)
+        entry.is_in_memory = True
         state.resolve(number, outcome(state.stream, number, entry, self._context.bundles))
         self._fit(state)
-        shelve = self._context.shelve
-        if shelve is not None and entry.content_bytes >= MIN_SHELVED_BYTES:
-            self._context.spawn(self._context.store.move(key, shelve))
+        self._shelve(state)
+
+    def _shelve(self, state: StreamState) -> None:
+        """Move large content out of memory, and together small ones that stay for long."""
+        shelve, last = self._context.shelve, state.newest - LOG_ROUNDS * state.stream.cadence.stride
+        if shelve is None:
+            return
+        there = {number: entry for number, entry in state.log.items() if entry.is_in_memory}
+        large = {n: one for n, one in there.items() if one.content_bytes >= MIN_SHELVED_BYTES}
+        old = {n: one for n, one in there.items() if n <= last and n not in large}
+        if sum(entry.content_bytes for entry in old.values()) >= MIN_SHELVED_BYTES:
+            large |= old
+        for entry in large.values():
+            entry.is_in_memory = False
+        if large:
+            keys = [Key(state.stream.name, number) for number in large]
+            self._context.spawn(self._context.store.move_together(keys, shelve))
 
     def _fit(self, state: StreamState) -> None:
         """Drop the oldest complete rounds until the content of the others fits."""
-        while sum(entry.content_bytes for entry in state.log.values()) > MAX_LOG_BYTES:
+        while size_after(state, -1) > MAX_LOG_BYTES:
             oldest, entry = next(iter(state.log.items()))
-            if oldest == state.newest or not entry.complete:
+            is_last = oldest == state.newest or not entry.complete
+            if is_last or not self._may_retire(state, oldest):
                 return
             self._retire(state, oldest)
+
+    def _may_retire(self, state: StreamState, number: int) -> bool:
+        """Return whether nobody needs a round: neither this peer's own node, nor a peer that reads
+        its state, for which a newer state is cheaper once the rounds since are as large."""
+        if state.catching_up and number > state.applied:
+            return False
+        wanted = self._context.readers.wanted(state.stream.name)
+        if wanted is None:
+            return True
+        after, most_bytes = wanted
+        return number <= after or size_after(state, after) > max(most_bytes, MIN_LATER_BYTES)
 
     def give_up(self, state: StreamState, next_round: int) -> None:
         """Resolve waiting exchanges as lost: no peer can tell their outcome any more."""
         for number in state.offers:
             state.resolve(number, RoundOutcome(Key(state.stream.name, number), "lost", next_round))
+
+
+def size_after(state: StreamState, number: int) -> int:
+    """Return the bytes of content of the logged rounds after this one."""
+    return sum(entry.content_bytes for at, entry in state.log.items() if at > number)
 
 
 def _size_bytes(state: StreamState, entry: LoggedRound) -> int:

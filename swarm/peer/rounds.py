@@ -80,11 +80,14 @@ class Rounds:
         state, after = self._streams.get(stream.name), stream.cadence.upto(after_round)
         if state is None or after > state.newest:
             self._forget(state)
-            self._streams[stream.name] = StreamState(stream, after, tokens, tokens, seen=after)
+            state = StreamState(stream, after, tokens, tokens, seen=after)
+        self._streams[stream.name] = state
+        state.applied, state.catching_up = after, stream.wants == "all"
 
     async def exchange(self, name: str, offer: Offer) -> RoundOutcome:
         """Bring an offer, whose shards are in the store, to its round and wait for the outcome."""
         state, number = self._streams[name], offer.key.round
+        state.catching_up = False
         try:
             if (known := self.decided(name, number)) is not None:
                 return known
@@ -105,6 +108,7 @@ class Rounds:
     def decided(self, name: str, number: int) -> RoundOutcome | None:
         """Return a round's outcome from the log; None unless it is decided and complete."""
         state = self._streams[name]
+        state.applied = max(state.applied, number - state.stream.cadence.stride)
         entry = state.log.get(number)
         if entry is None or not entry.complete:
             return None
@@ -118,10 +122,8 @@ class Rounds:
         entry = state.entry(number)
         if entry is None or not entry.complete:
             return None
-        return tuple(
-            self._context.store.get(item.digest) or b""
-            for item in last_bundles(entry.close, state.stream.terms.bundles)
-        )
+        last = last_bundles(entry.close, state.stream.terms.bundles)
+        return tuple(self._context.store.get(item.digest) or b"" for item in last)
 
     def oldest(self, name: str) -> int:
         """Return the first round still in the log, or the next round."""
@@ -182,16 +184,18 @@ class Rounds:
         """Return the first round that is not wholly here: a branch may begin with it, or later."""
         return max((state.whole + 1 for state in self._streams.values()), default=0)
 
+    def are_lost(self, stage: int | None = None) -> bool:
+        """Return whether a round that `stage` needs next has left most logs."""
+        states = self._streams.values()
+        return any(state.changes(stage) and self._catch_up.lost(state) for state in states)
+
     def reach(self, stage: int | None = None) -> int:
         """Return the earliest round from which logs can bring a state of `stage` up to date.
 
         `stage` None is the whole model. The result is the start of this peer's own log. If others
         have forgotten a stream's next round, it is the start of their logs: otherwise another
         lagging peer could serve us the state that we already have."""
-        known = self._streams.values()
-        streams = [
-            state for state in known if state.stream.wants == "all" and state.stream.stage == stage
-        ]
+        streams = [state for state in self._streams.values() if state.changes(stage)]
         lost = [(state, said) for state in streams if (said := self._catch_up.lost(state))]
         if lost:
             return max(
@@ -204,18 +208,18 @@ class Rounds:
         )
 
     def rewind(self, first_round: int) -> None:
-        """Begin a branch with this round, forgetting what others decided without us from it on.
+        """Begin a branch or return with this round, forgetting what others decided without us from
+        it on.
 
-        Open offers of this peer go into the branch's rounds."""
+        Open offers of this peer go into its rounds. Where a return begins with a state in which one
+        stream is further than another, what that holds of it stays."""
         self._open_rounds.rewind(first_round)
         for state in self._streams.values():
-            assert state.whole < first_round, (
-                f"round {state.whole} is in my state; a branch must begin after it"
-            )
-            self._log.rewind(state, first_round)
+            first = max(first_round, state.whole + 1)
+            self._log.rewind(state, first)
             state.forgotten = LogTruncation()
-            if state.newest >= first_round:
-                state.newest = state.seen = state.stream.cadence.upto(first_round - 1)
+            if state.newest >= first:
+                state.newest = state.seen = state.stream.cadence.upto(first - 1)
                 last = state.entry(state.newest)
                 state.tokens = last.close.tokens if last is not None else state.opened_tokens
 
@@ -245,20 +249,11 @@ class Rounds:
         ]
         for name, state in self._streams.items():
             waits += [
-                (Key(name, number), self._living(number, state.stream.stage), placed.ends_s)
+                (Key(name, number), self._context.living(number, state.stream.stage), placed.ends_s)
                 for number, placed in state.offers.items()
                 if placed.offer.key not in self.machines
             ]
         return waits
-
-    def _living(self, number: int, stage: int | None) -> tuple[PeerId, ...]:
-        """Return the live peers that can decide a round without us, or still have the decision."""
-        view = self._context.views.at(number, stage) or self._context.views.newest
-        return tuple(
-            peer
-            for peer in view.peers
-            if peer != self._context.me and not self._context.gone(view, peer)
-        )
 
     # what the peer's loops call
 
@@ -270,7 +265,7 @@ class Rounds:
         if state is None:
             self._context.drop("unknown stream")
         elif isinstance(message, LogQuery):
-            view = self._catch_up.answer_query(state, sender, message)
+            view = self._catch_up.answer_query(state, sender, incarnation, message)
             if view is not None:
                 self._open_rounds.begin(state, message.key, view)
         elif isinstance(message, Forgotten):
@@ -355,8 +350,11 @@ class OpenRounds:
             self._context.drop("not from a member")
             return
         state.seen = max(state.seen, message.key.round)
-        if isinstance(message, Offer) and (sender, message.key.stream) in self._context.away:
-            self._late.heard(sender, message.key.stream)
+        if isinstance(message, Offer):
+            name = message.key.stream
+            self._context.note_followed(sender, name, message.key.round - 1, current=True)
+            if (sender, name) in self._context.away:
+                self._late.heard(sender, name)
         entry = state.log.get(message.key.round)
         if entry is not None and message.key not in self._machines:
             if isinstance(message, Prepare | Propose) or (

@@ -7,8 +7,9 @@ any one member's. Chunks are verified by their digests, the whole by the state's
 
 import asyncio
 import collections
-import math
-from collections.abc import Awaitable, Callable
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,7 +17,7 @@ import msgspec
 from farflock.swarm.chunk_store import KeptChunks, digest_of
 from farflock.swarm.join_time import NO_TRAFFIC, RoundTraffic
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import MAX_CHUNK_BYTES, StateOffer, StateQuery
+from farflock.swarm.messages import MAX_CHUNK_BYTES, Probe, StateOffer, StateQuery
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.state_download import (
     MAX_LISTED,
@@ -30,14 +31,18 @@ from farflock.swarm.peer.state_download import (
 )
 from farflock.swarm.peer.state_download import DownloadProgress as DownloadProgress
 from farflock.swarm.peer.state_download import SnapshotUnavailable as SnapshotUnavailable
+from farflock.swarm.protocol.state_readers import READS_S, LaterRounds, StateVersion, StateVersions
+from farflock.swarm.tasks import cancel
 
 ASK_EVERY_S = 1.0  # queries and offers may be lost
 SETTLE_S = 0.5  # wait after the first offer for others to compare it with
 MAX_ASKERS = 64  # peers that wait for one snapshot; others ask again
 MAX_DISTRUSTED = 64  # bad snapshots remembered; the oldest is forgotten first
-# A snapshot is offered until this many rounds have begun since: the logs must still continue it.
+# Where no rounds lead on from it, or nobody reads it, a snapshot is offered to newcomers until this
+# many rounds have begun since, or for so long.
 KEEP_ROUNDS = 4
-KEEP_S = 30.0  # the limit for a stream without rounds
+KEEP_S = 30.0
+RENEW_S = READS_S / 3  # between two signs of life of a reader that asks for nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +60,96 @@ class Snapshot:
 
 Provide = Callable[[], Awaitable[Snapshot]]
 
+_ANOTHER = (
+    "the snapshot of %s that was being read cannot be had any more: its members are gone, or rounds"
+    " after it are; beginning with that of round %d, of %s"
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Served:
+    """A state that is served; it is made anew whenever its `mark` changes, if it has one."""
+
+    provide: Provide
+    mark: Callable[[], int] | None
+    versions: StateVersions
+    traffic: Callable[[], RoundTraffic]  # of the rounds that follow
+
+    def note_mark(self) -> int:
+        """Return the present mark; older versions are offered no more."""
+        mark = self.mark() if self.mark is not None else 0
+        for version in self.versions.kept if self.mark is not None else ():
+            version.stale |= version.mark != mark
+        return mark
+
 
 def in_memory(size: int) -> memoryview:
     """Return fresh memory."""
     return memoryview(bytearray(size))
+
+
+class ServedStates:
+    """The states that this peer serves, by stream, with those that read them."""
+
+    def __init__(self, context: PeerContext) -> None:
+        self.by_name: dict[str, _Served] = {}
+        self._context, readers = context, context.readers
+        readers.asked, readers.read = self._heard, self._joins_by
+        readers.wanted, readers.outgrown = self._wanted, self._let_go
+
+    def is_fresh(self, version: StateVersion) -> bool:
+        """Return whether to offer a version that nobody reads, or from which no rounds lead on."""
+        served = self.by_name[version.offer.stream]
+        if served.mark is not None or (version.readers and served.versions.rounds is not None):
+            return True
+        few_rounds = self._context.touched - version.touched <= KEEP_ROUNDS
+        return few_rounds and self._context.now() - version.made_s <= KEEP_S
+
+    def release(self, name: str, versions: Sequence[StateVersion]) -> None:
+        """Let the chunks of versions go."""
+        for version in versions:
+            self._context.store.forget(("snapshot", name, version.number))
+
+    def _heard(self, asker: PeerId, digest: bytes) -> None:
+        """Note that a peer asked for a chunk, or (without a digest) gave a sign of life."""
+        now_s, store = self._context.now(), self._context.store
+        for name, served in self.by_name.items():
+            served.versions.renew(
+                asker,
+                now_s,
+                lambda version, name=name: (  # type: ignore[misc]
+                    store.pins_it(digest, ("snapshot", name, version.number)) if digest else None
+                ),
+            )
+
+    def _joins_by(self, asker: PeerId, digest: bytes) -> bool:
+        """Return whether a chunk is of a state that is served, or of what a newcomer that reads one
+        replays."""
+        store, chain = self._context.store, self._context.chain
+        is_member = chain is not None and chain.newest.lists(asker)
+        return any(
+            store.pins_it(digest, ("snapshot", name, version.number))
+            or (asker in version.readers and not is_member)
+            for name, served in self.by_name.items()
+            for version in served.versions.kept
+        )
+
+    def _wanted(self, stream: str) -> tuple[int, int] | None:
+        """Return the round of a stream after which readers need all, and the most bytes of them."""
+        now_s = self._context.now()
+        for served in self.by_name.values():
+            served.versions.expire(now_s)
+            if (found := served.versions.wanted(stream)) is not None:
+                return found
+        return None
+
+    def _let_go(self) -> None:
+        """Drop what is not read any more, or from which the rounds do not lead on any more."""
+        now_s = self._context.now()
+        for name, served in self.by_name.items():
+            self.release(name, served.versions.superseded(now_s))
 
 
 class Snapshots:
@@ -67,14 +158,11 @@ class Snapshots:
     def __init__(self, context: PeerContext, asked: Callable[[int | None], list[PeerId]]) -> None:
         self._context, self._members = context, asked
         self.kept: Callable[[str], KeptChunks] | None = None  # where chunks of a state stay
-        self._providers: dict[str, Provide] = {}
-        self._served: dict[str, StateOffer] = {}
-        self._versions: dict[str, Callable[[], int]] = {}  # those remade on every change
-        self._traffic: dict[str, Callable[[], RoundTraffic]] = {}  # of rounds
-        self._made: dict[str, tuple[int, float, int]] = {}  # (round, time, version)
+        self._states = ServedStates(context)
         self._askers: dict[str, set[PeerId]] = {}  # peers waiting for a snapshot in the making
         self._downloads: dict[str, StateDownload] = {}
-        self._taken: dict[str, tuple[bytes, bytes]] = {}  # (state's hash, listing)
+        # (state's hash, listing), and who had it
+        self._taken: dict[str, tuple[tuple[bytes, bytes], Sequence[PeerId]]] = {}
         self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(
             maxlen=MAX_DISTRUSTED
         )
@@ -84,33 +172,44 @@ class Snapshots:
         name: str,
         provide: Provide,
         version: Callable[[], int] | None = None,
+        rounds: LaterRounds | None = None,
         traffic: Callable[[], RoundTraffic] = lambda: NO_TRAFFIC,
     ) -> None:
         """Answer queries for this stream's snapshot from now on, and say the `traffic` of rounds.
 
-        A snapshot is offered until its `version` changes, or without a `version` for a while."""
-        self._providers[name], self._traffic[name] = provide, traffic
-        self._made.pop(name, None)
-        if version is not None:
-            self._versions[name] = version
+        A snapshot is offered until its `version` changes, or without a `version` for a while. Where
+        `rounds` lead on from it, it is offered as long as they do, and is read from all members
+        that have it; else it is this member's alone."""
+        before = self._states.by_name.get(name)
+        versions = StateVersions(rounds, before.versions.kept if before is not None else [])
+        versions.made = before.versions.made if before is not None else 0
+        for each in versions.kept:  # of a state that another one has replaced
+            each.stale = True
+        self._states.by_name[name] = _Served(provide, version, versions, traffic)
+        self._context.readers.states[name] = versions
 
     def withdraw(self) -> None:
         """Stop serving: this peer's state is not the run's."""
-        self._providers.clear()
-        self._versions.clear()
-        self._traffic.clear()
-        self._made.clear()
+        for name, served in self._states.by_name.items():
+            self._states.release(name, served.versions.kept)
+        self._states.by_name.clear()
+        self._context.readers.states.clear()
 
     def receive(self, sender: PeerId, message: StateQuery | StateOffer) -> None:
         """Answer a query, or note an offer."""
         if isinstance(message, StateOffer):
             self._take_offer(sender, message)
-        elif message.stream in self._askers:
-            if len(self._askers[message.stream]) < MAX_ASKERS:
-                self._askers[message.stream].add(sender)
-        elif message.stream in self._providers:
-            self._askers[message.stream] = set()
-            self._context.spawn(self._offer(sender, message.stream))
+        elif (served := self._states.by_name.get(message.stream)) is not None:
+            served.note_mark()
+            ready = served.versions.to_offer(sender, self._context.now(), self._states.is_fresh)
+            askers = self._askers.get(message.stream)
+            if ready is not None:
+                self._send_offer(sender, ready)
+            elif askers is None:
+                self._askers[message.stream] = {sender}
+                self._context.spawn(self._make(message.stream))
+            elif len(askers) < MAX_ASKERS:
+                askers.add(sender)
 
     def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
         """Note an offer, unless it is unsolicited, distrusted, stale, or of an unknown view.
@@ -132,12 +231,35 @@ class Snapshots:
 
     def distrust(self, name: str) -> None:
         """Refuse the last download from now on: the caller found that it is not as offered."""
-        self._distrusted.append(self._taken.pop(name))
+        self._distrusted.append(self._taken.pop(name)[0])
+
+    @contextlib.asynccontextmanager
+    async def reading(self, name: str) -> AsyncIterator[None]:
+        """Let the members that the last download came from keep what follows it, while the block
+        runs: it may take long to take over a state and the rounds since."""
+        async with self._renewing(self._taken[name][1] if name in self._taken else ()):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def _renewing(self, holders: Sequence[PeerId]) -> AsyncIterator[None]:
+        """Stay a reader at these members: at a slow line only one of them is asked for chunks."""
+
+        async def renew() -> None:
+            while True:
+                for peer in holders:
+                    self._context.send(peer, Probe(0))
+                await asyncio.sleep(RENEW_S)
+
+        renewing = asyncio.create_task(renew())
+        try:
+            yield
+        finally:
+            await cancel(renewing)
 
     @property
     def served(self) -> tuple[str, ...]:
         """The names of the snapshots that this peer serves."""
-        return tuple(self._providers)
+        return tuple(self._states.by_name)
 
     @property
     def distrusted(self) -> int:
@@ -148,6 +270,16 @@ class Snapshots:
     def waiting(self) -> dict[str, int]:
         """The numbers of peers that wait for a snapshot in the making, by stream."""
         return {name: len(askers) for name, askers in self._askers.items()}
+
+    def versions(self, name: str) -> Sequence[StateVersion]:
+        """Return what is served of a state, the newest last, with its readers."""
+        served = self._states.by_name.get(name)
+        return () if served is None else tuple(served.versions.kept)
+
+    def is_asked_by_newcomers(self, name: str) -> bool:
+        """Return whether a snapshot in the making is not for members alone."""
+        newest = self._context.views.newest
+        return not all(newest.lists(asker) for asker in self._askers.get(name, ()))
 
     @property
     def downloading(self) -> tuple[str, ...]:
@@ -222,7 +354,7 @@ class Snapshots:
             raise download.ended(_incomplete(download, unverified_s)) from None
 
     async def _fetch(self, download: StateDownload) -> Snapshot:
-        name, store = download.name, self._context.store
+        name, store, begun = download.name, self._context.store, b""
         while True:
             chain = self._context.chain
             await self._gather_offers(download)
@@ -230,16 +362,19 @@ class Snapshots:
             offer, holders = _choose(heard or download.offers, download.stays)
             if offer.state == download.wanted.known:
                 return Snapshot(offer.round, offer.state, offer.tokens, ())
-            pin = ("download", name)
+            if begun not in (b"", offer.state):
+                log.warning(_ANOTHER, name, offer.round, ", ".join(holders))
+            begun, pin = offer.state, ("download", name)
             try:
-                chunks = await download.get(offer, holders)
+                async with self._renewing(holders):
+                    chunks = await download.get(offer, holders)
                 if chunks is not None:
                     store.forget(pin)
             finally:
                 store.release(pin)
             # After a change of chain, this state belongs to the old one.
             if chunks is not None and self._context.chain is chain:
-                self._taken[name] = (offer.state, offer.digest)
+                self._taken[name] = (offer.state, offer.digest), holders
                 return Snapshot(offer.round, offer.state, offer.tokens, chunks)
 
     async def _gather_offers(self, download: StateDownload) -> None:
@@ -260,42 +395,36 @@ class Snapshots:
             await asyncio.sleep(ASK_EVERY_S)
         await asyncio.sleep(SETTLE_S)
 
-    async def _offer(self, asker: PeerId, name: str) -> None:
-        """Offer a new snapshot, or the last one if recent, to all peers that asked meanwhile.
-
-        There may be room for only one, and replacing it would break downloads in progress."""
-        askers = self._askers.setdefault(name, set())
-        askers.add(asker)
+    async def _make(self, name: str) -> None:
+        """Make a new version, and offer it to all peers that have asked meanwhile."""
+        askers = self._askers[name]
         try:
-            if name in self._providers and not self._is_new(name):
-                made = (self._context.touched, self._context.now(), self._version(name))
-                snapshot = await self._providers[name]()
-                self._context.store.release(("snapshot", name))
-                self._served[name] = self._put(name, snapshot, ("snapshot", name))
-                self._made[name] = made
-            if name not in self._providers:
-                return  # withdrawn meanwhile
-            round_bytes, round_s = self._traffic[name]()
-            current = msgspec.structs.replace(
-                self._served[name],
-                view=self._context.views.newest.hash,
-                round_bytes=round_bytes,
-                round_s=round_s,
-            )
+            while (served := self._states.by_name.get(name)) is not None:
+                touched, mark = self._context.touched, served.note_mark()
+                snapshot = await served.provide()
+                if self._states.by_name.get(name) is served:
+                    break  # not another state by now
+            if served is None:
+                return
+            served.versions.made += 1
+            number, now_s = served.versions.made, self._context.now()
+            offer = self._put(name, snapshot, ("snapshot", name, number))
+            size = sum(map(len, snapshot.chunks))
+            version = StateVersion(number, offer, size, now_s, touched, mark)
+            served.versions.add(version, askers)
+            self._states.release(name, served.versions.superseded(now_s))
             for waiting in sorted(askers):
-                self._context.send(waiting, current)
+                self._send_offer(waiting, version)
         finally:
             del self._askers[name]
 
-    def _is_new(self, name: str) -> bool:
-        touched, now_s, version = self._made.get(name, (0, -math.inf, 0))
-        if name in self._versions:
-            return name in self._made and version == self._version(name)
-        few_rounds = self._context.touched - touched <= KEEP_ROUNDS
-        return few_rounds and self._context.now() - now_s <= KEEP_S
-
-    def _version(self, name: str) -> int:
-        return self._versions[name]() if name in self._versions else 0
+    def _send_offer(self, asker: PeerId, version: StateVersion) -> None:
+        view = self._context.views.newest.hash
+        round_bytes, round_s = self._states.by_name[version.offer.stream].traffic()
+        offer = msgspec.structs.replace(
+            version.offer, view=view, round_bytes=round_bytes, round_s=round_s
+        )
+        self._context.send(asker, offer)
 
     def _put(self, name: str, snapshot: Snapshot, pin: object) -> StateOffer:
         store = self._context.store

@@ -361,7 +361,8 @@ class _Source:
 
     def __init__(self, download: StateDownload, holders: Sequence[PeerId]) -> None:
         self._download, self._holders, self._liars = download, holders, set[PeerId]()
-        self._watch = Watch(download.heard, SLOW)
+        now = download.context.now
+        self._watch = Watch(download.heard, SLOW, lambda: download.line.bytes_per_s(now()))
 
     async def fetch(self, digest: bytes, size: int, pin: object) -> bool:
         """Fetch a chunk into the store and pin it; return False if no holder has it."""

@@ -23,14 +23,27 @@ class ViewSync:
         # Called with a branch of the newest view, and with a peer whose views do not follow ours.
         self.on_branch: Callable[[PeerId, Certified], None] = lambda sender, branch: None
         self.on_other_chain: Callable[[PeerId], None] = lambda peer: None
+        # Puts views, and goodbyes to the newest one, on the disk before it returns.
+        self.store: Callable[[Chain], None] = lambda chain: None
         self._context, self._changed = context, changed
         self._asked: Collection[PeerId] = ()  # trusted for the first views
+        self._remembered = False  # the views are of this peer's last life, and no more came yet
         self._sent: dict[PeerId, tuple[int, int, float]] = {}  # (newest sent, after which, when)
+
+    def keep(self) -> None:
+        """Put the views on the disk. Whoever acted in a view must know it in its next life too, so
+        this comes before anything is done in a new one."""
+        self.store(self._context.views)
 
     def begin(self, chain: Chain) -> None:
         """Start with this chain, the first views known here."""
         self._context.chain = chain
         self.known.set()
+
+    def remember(self, chain: Chain) -> None:
+        """Begin with the views of this peer's last life, which may be too old to be continued."""
+        self.begin(chain)
+        self._remembered = True
 
     def change_chain(self, chain: Chain) -> None:
         """Replace the chain, and forget what was sent of the old one."""
@@ -90,8 +103,11 @@ class ViewSync:
             self._context.drop("views of strangers")
             return
         try:
-            for raw in encoded:
-                self._take(sender, views.decode_certified(raw))
+            decoded = [views.decode_certified(raw) for raw in encoded]
+            if decoded and self._is_beyond(sender, decoded[0]):
+                self._context.chain = None
+            for certified in decoded:
+                self._take(sender, certified)
         except BadView:
             self._context.drop("bad view")
             self.on_other_chain(sender)
@@ -104,11 +120,20 @@ class ViewSync:
         except BadView:
             self._context.drop("bad view")
 
+    def _is_beyond(self, sender: PeerId, oldest: Certified) -> bool:
+        """True if a member that is asked no longer keeps the view after those of this peer's last
+        life: then the first views are trusted as a newcomer trusts them."""
+        newest = self._context.views.newest.number if self._context.chain else 0
+        return self._remembered and sender in self._asked and oldest.view.number > newest + 1
+
     def _take(self, sender: PeerId, certified: Certified) -> None:
         chain = self._context.chain
         if chain is None:
             self.begin(Chain(self._context.run, [certified]))
-        elif certified.view.previous == chain.newest.branch_mark:
+            self._remembered = False
+            self.keep()
+        elif certified.view.parts_from(chain.newest):
             self.on_branch(sender, certified)
         elif chain.extend(certified):
+            self._remembered = False
             self._changed()

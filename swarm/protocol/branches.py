@@ -49,7 +49,8 @@ def branch_of(parent: View, founders: Collection[int], first_round: int) -> View
 
 @dataclass(slots=True)
 class Petition:
-    """A branch waiting for the signatures of all its members; `proofs` by index in the parent."""
+    """A branch or return waiting for the signatures of all its members; `proofs` by index in the
+    parent. Those of a return may hold goodbyes of others."""
 
     parent: View
     view: View
@@ -60,11 +61,11 @@ class Petition:
     @property
     def missing(self) -> tuple[int, ...]:
         """Indices in the parent of members that have not signed."""
-        listed = (self.parent.members.index(member) for member in self.view.members)
+        listed = (self.parent.peers.index(peer) for peer in self.view.peers)
         return tuple(index for index in listed if index not in self.proofs)
 
     def certified(self) -> Certified:
-        """Return the branch with all its signatures."""
+        """Return the branch or return with all its signatures."""
         assert not self.missing, f"the branch lacks signatures of {self.missing}"
         return Certified(self.view, proofs=tuple(sorted(self.proofs.items())))
 
@@ -154,13 +155,11 @@ def is_stronger(their_tokens: int, my_tokens: int, fork: Fork) -> bool:
 
 
 def first_parting(other: Chain, fork: Fork) -> int | None:
-    """Return the first round of any branch after the fork; None if there is no branch.
+    """Return the first round of any branch or return after the fork; None if there is none.
 
     Earlier rounds are shared."""
     pairs = zip(other.views, other.views[1:], strict=False)
-    parted = [
-        entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark
-    ]
+    parted = [entry.view for before, entry in pairs if entry.view.parts_from(before.view)]
     return min((view.first_round for view in parted if view.number > fork.number), default=None)
 
 

@@ -7,7 +7,8 @@ one, and refuses a view that begins at a round it has already touched. Rounds of
 run count on one axis, those of a stage on its own.
 
 A view may also have a *branch* (swarm/protocol/branches.py): some of its members go on as a run of
-their own once nothing can be decided any more. A branch is signed by exactly its members.
+their own once nothing can be decided any more. A branch is signed by exactly its members. A
+*return* (swarm/protocol/returns.py) lists the same keys in the lives in which they come back.
 
 Sans I/O, pure. Members are ordered by seniority: index 0 breaks ties of even views.
 """
@@ -42,6 +43,7 @@ VIEW_STREAM = "#views"
 # A peer that misses more of them cannot verify the newest one, and has to join again.
 KEPT_VIEWS = MAX_TRAIL
 _DOMAIN, _BRANCH_DOMAIN = b"view", b"branch"
+_RETURN_DOMAIN, _GOODBYE_DOMAIN = b"return", b"goodbye"
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -58,13 +60,15 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """A numbered member list that holds from `first_round` on, for stage s from `stage_rounds[s]`.
 
     swarm/protocol/axes.py explains these rounds. `previous` is the hash of the previous view; in
-    a branch, its `branch_mark`."""
+    a branch, its `branch_mark`, in a return, its `return_mark`. Only a return has a `state`: the
+    hash of the one with which it begins, if its members' states are equal."""
 
     number: Count
     previous: Digest
     first_round: Count
     members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     stage_rounds: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_STAGES)] = ()
+    state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
     @property
     def begins(self) -> Floor:
@@ -80,6 +84,15 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def branch_mark(self) -> bytes:
         """The `previous` of a branch, so that no ordinary successor can be taken for one."""
         return hashlib.sha256(b"farflock-branch\x00" + self.hash).digest()
+
+    @functools.cached_property
+    def return_mark(self) -> bytes:
+        """The `previous` of a return, which is neither a successor nor a branch."""
+        return hashlib.sha256(b"farflock-return\x00" + self.hash).digest()
+
+    def parts_from(self, before: "View") -> bool:
+        """True if this is a branch or a return of another view: a chain of its own begins here."""
+        return self.previous in (before.branch_mark, before.return_mark)
 
     @functools.cached_property
     def peers(self) -> tuple[PeerId, ...]:
@@ -116,7 +129,8 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 class Certified(msgspec.Struct, frozen=True, array_like=True):
-    """A view signed by a quorum of the previous view; a branch by all its own, genesis by none."""
+    """A view signed by a quorum of the previous view; a branch by all its own, a return by all of
+    the previous view, of which some may have signed a goodbye instead; genesis by none."""
 
     view: View
     ballot: tuple[Count, Count] = (0, 0)
@@ -206,7 +220,7 @@ def branch_domain(run: str) -> bytes:
 def require_branch_shape(parent: View, view: View) -> None:
     """Raise `BadView` unless some of the parent's members could start this branch, in the same
     order and lives. Each of them decides whether to sign, and from which round on."""
-    if view.number != parent.number + 1 or view.previous != parent.branch_mark:
+    if view.number != parent.number + 1 or view.previous != parent.branch_mark or view.state:
         raise BadView(f"view {view.number} is not a branch of view {parent.number}")
     if view.members != tuple(member for member in parent.members if member in view.members):
         raise BadView(
@@ -232,6 +246,62 @@ def require_branch(run: str, parent: View, certified: Certified) -> None:
         raise BadView(f"a signature on a branch of view {parent.number} is invalid")
 
 
+def return_domain(run: str) -> bytes:
+    """Return the domain of signatures on returns."""
+    return _RETURN_DOMAIN + hashlib.sha256(run.encode()).digest()[:16]
+
+
+def goodbye_domain(run: str) -> bytes:
+    """Return the domain of signatures on goodbyes."""
+    return _GOODBYE_DOMAIN + hashlib.sha256(run.encode()).digest()[:16]
+
+
+def goodbye_text(view: View, peer: PeerId) -> bytes:
+    """Return what a member of a view signs when it leaves: its key, its life, and the view."""
+    member = view.members[view.peers.index(peer)]
+    return _encoder.encode((member.peer, member.incarnation, view.hash))
+
+
+def is_goodbye(run: str, view: View, peer: PeerId, proof: bytes) -> bool:
+    """True if a member of the view has signed that it leaves."""
+    return view.lists(peer) and verify(peer, goodbye_domain(run), goodbye_text(view, peer), proof)
+
+
+def require_return_shape(parent: View, view: View) -> None:
+    """Raise `BadView` unless some of the parent's keys, in the same order and in whichever lives,
+    could make this return. Each of them decides whether to sign."""
+    if view.number != parent.number + 1 or view.previous != parent.return_mark:
+        raise BadView(f"view {view.number} is not a return of view {parent.number}")
+    if view.peers != tuple(peer for peer in parent.peers if view.lists(peer)):
+        raise BadView(
+            f"the members of a return of view {parent.number} must have the keys of that view, "
+            "in the same order"
+        )
+    if view.stage_rounds or len(view.state) not in (0, hashlib.sha256().digest_size):
+        raise BadView(f"view {view.number} begins with what no return begins with")
+
+
+def require_return(run: str, parent: View, certified: Certified) -> None:
+    """Raise `BadView` unless each key of the parent has signed the return, if it is listed there,
+    or else its goodbye."""
+    view = certified.view
+    require_return_shape(parent, view)
+    indices = tuple(index for index, _ in certified.proofs)
+    if certified.ballot != (0, 0) or indices != tuple(range(len(parent.members))):
+        raise BadView(
+            f"a return of view {parent.number} needs one signature by each key of that view, "
+            "in their order"
+        )
+    text, domain = encode(view), return_domain(run)
+    for index, proof in certified.proofs:
+        peer = parent.peers[index]
+        listed = view.lists(peer)
+        if listed and not verify(peer, domain, text, proof):
+            raise BadView(f"a signature on a return of view {parent.number} is invalid")
+        if not listed and not is_goodbye(run, parent, peer, proof):
+            raise BadView(f"a goodbye in a return of view {parent.number} is invalid")
+
+
 @dataclass(slots=True)
 class Chain:
     """The views that a peer knows, oldest first, without a gap; at most `KEPT_VIEWS`."""
@@ -243,6 +313,7 @@ class Chain:
     # The rounds at which a view begins at the earliest whose proposer has our promise. Until it is
     # decided, this peer takes no part in these rounds or later ones.
     held: Floor | None = None
+    goodbyes: dict[PeerId, bytes] = field(default_factory=dict)  # to the newest view, signed
 
     @property
     def newest(self) -> View:
@@ -264,11 +335,10 @@ class Chain:
 
     @property
     def branch(self) -> View | None:
-        """The last branch among the kept views, which this peer is on; None on the main chain."""
+        """The last branch or return among the kept views, which this peer is on; None on the main
+        chain."""
         pairs = zip(reversed(self.views[:-1]), reversed(self.views[1:]), strict=True)
-        branches = (
-            entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark
-        )
+        branches = (entry.view for before, entry in pairs if entry.view.parts_from(before.view))
         return next(branches, None)
 
     def blocked(self, round_number: int, stage: int | None = None) -> bool:
@@ -280,7 +350,7 @@ class Chain:
         return self.barrier is not None and round_number >= axes.at(self.barrier.begins, stage)
 
     def extend(self, certified: Certified) -> bool:
-        """Append the next view or a branch; return False if it is known.
+        """Append the next view, a branch or a return; return False if it is known.
 
         Raise `BadView` if it does not follow."""
         view, newest = certified.view, self.newest
@@ -288,10 +358,13 @@ class Chain:
             return False
         if view.previous == newest.branch_mark:
             require_branch(self.run, newest, certified)
+        elif view.previous == newest.return_mark:
+            require_return(self.run, newest, certified)
         else:
             self._require_decided(certified)
         self.views.append(certified)
         self.barrier = self.held = None
+        self.goodbyes.clear()
         del self.views[:-KEPT_VIEWS]
         return True
 
@@ -325,7 +398,7 @@ class Chain:
 
     def _require_successor(self, view: View) -> None:
         newest = self.newest
-        if view.number != newest.number + 1 or view.previous != newest.hash:
+        if view.number != newest.number + 1 or view.previous != newest.hash or view.state:
             raise BadView(f"view {view.number} does not follow view {newest.number}")
         # It may begin at the same rounds: it then replaces a view that never held.
         if not reaches(view.begins, newest.begins):

@@ -254,6 +254,10 @@ class SimLinks:
         """Return the bytes of the frames sent and received."""
         return self.sent_bytes, self.received_bytes
 
+    def queued_bytes(self) -> int:
+        """Return the bytes of bulk that have not left."""
+        return max(0, int((self._up_free_s - _now()) * self._model.up_bytes_per_s))
+
     async def close(self) -> None:
         """Do nothing: there is nothing to close."""
 

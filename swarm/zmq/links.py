@@ -90,7 +90,8 @@ class ZmqLinks:
         up, down = RateLimit(options.up_bytes_per_s), RateLimit(options.down_bytes_per_s)
         self._detours = Relays(identity, run, table, options.relay, options.forward_bytes_per_s, up)
         self._handshakes = Handshakes(table, OwnLife(identity, run, options.incarnation))
-        self._sender = Sender(table, self._detours, up)
+        self._sender = sender = Sender(table, self._detours, up)
+        self.queued_bytes = sender.queued_bytes
         self._receiver = Receiver(table, self._handshakes, self._sender, self._detours, down)
         self._receiver.on_twin = options.on_twin
         self._sockets = Sockets(table, key, self._receiver, silent_after_s)

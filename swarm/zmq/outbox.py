@@ -68,6 +68,11 @@ class Outbox:
     def __bool__(self) -> bool:
         return bool(self._queues[CONTROL] or self._queues[BULK])
 
+    @property
+    def bulk_bytes(self) -> int:
+        """The bytes of bulk that wait, with the overhead of their frames."""
+        return self._used[BULK]
+
     def put(self, lane: int, frame: Sendable) -> bool:
         """Queue a frame; return False if it exceeds this peer's limit or the total."""
         cost = size_of(frame) + FRAME_COST_BYTES

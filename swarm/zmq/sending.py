@@ -28,6 +28,12 @@ class Sender:
         """The number of partners with queued frames."""
         return len(self._backlog)
 
+    def queued_bytes(self) -> int:
+        """Return the bulk bytes that wait for this peer's own line: those for several partners.
+        What waits for one alone may wait for that one's line."""
+        queued = [partner.outbox.bulk_bytes for partner in self._backlog.values()]
+        return sum(queued) - max(queued, default=0)
+
     def put(self, partner: Partner, frame: bytes) -> bool:
         """Send a control frame; return False if its queue is full."""
         if not partner.outbox.put(CONTROL, frame):

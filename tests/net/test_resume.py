@@ -1,4 +1,5 @@
-"""Real nodes stop and start again: alone they go on bit by bit, in a living swarm they rejoin."""
+"""Real nodes stop and start again: alone they go on bit by bit, in a living swarm they rejoin, and
+if all were killed they go on together, in whichever order they start."""
 
 import contextlib
 import json
@@ -11,6 +12,7 @@ import pytest
 from worlds.waiting import LIMIT_S, ended, told, until_real
 
 from farflock.node.process.brake import BRAKE
+from farflock.node.run.manifest import resolve
 
 pytestmark = pytest.mark.net
 
@@ -31,6 +33,16 @@ period = 10
 view_s = 2.0
 start_peers = {peers}
 """
+
+TWO = resolve(
+    {
+        "run": {"name": "back", "total_tokens": 10**9},
+        "model": {"preset": "tiny"},
+        "train": {"batch": 1, "seq": 16},
+        "method": {"name": "diloco", "options": {"period": 20}},
+        "exchange": {"view_s": 2.0, "deadline_s": 5.0, "start_peers": 2},
+    }
+)
 
 SLOW_STEP_S = 0.02  # no machine may end a run before the test has seen its status, once a second
 
@@ -196,3 +208,32 @@ def test_a_founder_that_was_killed_before_its_first_checkpoint_does_not_start_th
     swarm.wait("founder", lambda status: status["step"] > 0)
     assert swarm.kinds("founder")[0] == "joined"
     swarm.wait("founder", lambda status: status["is_member"] and len(status["members"]) == 3)
+
+
+def has_rounds_of_two(node, more):
+    def made():
+        return [event for event in node.events("round") if event["peers"] == 2]
+
+    before = len(made())
+    until_real(lambda: len(made()) >= before + more, "rounds of two", node.told)
+
+
+def test_two_nodes_come_back_after_both_were_killed_the_joiner_first(run):
+    first = run.found(TWO), run.join("joiner")
+    for node in first:
+        has_rounds_of_two(node, 3)
+    # a state on a disk of each
+    until_real(
+        lambda: all(list(node.folder.glob("checkpoints/step-*")) for node in first), "states"
+    )
+    for node in first:
+        node.kill()
+    joiner = run.join("joiner")
+    joiner.reaches(
+        lambda status: status["pid"] == joiner.process.pid and "waits for" in status["doing"]
+    )
+    founder = run.start("founder", "run", run.folder / "run.toml")
+    for node in (founder, joiner):
+        has_rounds_of_two(node, 2)
+    branches = [tuple(node.status()["branch"]) for node in (founder, joiner)]
+    assert branches[0] == branches[1]

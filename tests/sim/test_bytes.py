@@ -216,9 +216,8 @@ class Counted(Chaos):
         self.going.set()
         await asyncio.sleep(WINDOW_S)
         await self.still()
-        counted = self.network.bytes["sent"] - before
-        await self.population.end_all()
-        return counted
+        await self.population.end_all()  # within which the last tick of some peers may fall
+        return self.network.bytes["sent"] - before
 
 
 def specimens_formula(options, streams):

@@ -110,7 +110,7 @@ def test_replicas_and_pipelines_train_one_model():
         audit(3, 2, 2, replicas=1, steps=6, rate=0.3).run().check().check_finished().check_memory()
     )
     assert in_step(one)
-    assert min(counted(one)[me(one, number)] for number in (6, 7, 8)) > 5, (
+    assert min(counted(one)[me(one, number)] for number in (6, 7, 8)) >= 5, (
         "a replica's work does not count"
     )
     replica = one.sim.nodes[8]

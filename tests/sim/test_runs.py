@@ -14,7 +14,7 @@ WEATHER = ("--loss", "0.2", "--churn", "20")
 FP32 = ("--set", "exchange.codec=fp32", "--set", "exchange.return_codec=fp32")
 LONG = pytest.mark.long
 SEEDS = 5
-SMALL_NOLOCO = ("--peers", "8", "--set", "run.total_tokens=8192", "--churn", "2")
+SMALL_NOLOCO = ("--peers", "8", "--set", "run.total_tokens=8192", "--churn", "1")
 SMALL_DILOCO = ("--peers", "6", "--set", "run.total_tokens=12000", "--churn", "4")
 SIZES = [
     pytest.param("noloco-64", SMALL_NOLOCO, id="noloco-8"),

@@ -84,6 +84,9 @@ class Carrier:
         await asyncio.sleep(busy_s[self.name] - loop.time())
         return self.network.transmit(self.name, to, piece, bytes(body))
 
+    def queued_bytes(self):
+        return 0
+
     def life(self, peer):
         return self.network.lives.get(peer, "alive")
 

@@ -87,10 +87,13 @@ class Node:
             else:
                 await self.peer.join(self.herd.records(but=self), 30.0)
                 await self.adopt()
-            while True:
-                await asyncio.sleep(self.herd.pace_s)
-                if not self.quiet:
-                    await self.step()
+            await self.work()
+
+    async def work(self):
+        while True:
+            await asyncio.sleep(self.herd.pace_s)
+            if not self.quiet:
+                await self.step()
 
     def open(self):
         self.peer.open(self.herd.stream, self.applied, self.tokens)
@@ -100,8 +103,9 @@ class Node:
         chunk = json.dumps([self.applied, self.state.hex(), self.tokens]).encode()
         return Snapshot(self.applied, self.state, self.tokens, (chunk, b"padding" * 1000))
 
-    async def adopt(self):
-        snapshot = await self.peer.snapshots.fetch("state", 60.0, min_round=self.peer.reach())
+    async def adopt(self, min_round=-1, within_s=60.0):
+        oldest = max(min_round, self.peer.reach())
+        snapshot = await self.peer.snapshots.fetch("state", within_s, min_round=oldest)
         self.applied, state, self.tokens = json.loads(bytes(snapshot.chunks[0]))
         self.state = bytes.fromhex(state)
         self.events.append((now(), self.applied, "adopted"))
@@ -144,7 +148,9 @@ class Node:
 
 
 class Herd:
-    """Nodes on one network, and the laws that hold over all of them at all times."""
+    """Nodes of one kind on one network, and the laws that hold over all of them at all times."""
+
+    node = Node
 
     def __init__(self, seed=1, link=None, kind="mean", **options):
         self.network = SimNetwork(seed, link or LinkModel())
@@ -162,7 +168,7 @@ class Herd:
 
     def start(self, number):
         self.incarnation += 1
-        self.nodes[number] = Node(self, number, self.incarnation, founds=not self.nodes)
+        self.nodes[number] = self.node(self, number, self.incarnation, founds=not self.nodes)
         return self.nodes[number]
 
     def kill(self, number):

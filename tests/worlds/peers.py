@@ -1,5 +1,7 @@
 """Peers made by hand, as tests of the swarm and of nodes need them."""
 
+import contextlib
+
 from farflock.node.process.status import Status
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer
@@ -35,6 +37,22 @@ async def end(*tasks):
 def peer_in(network, owner, terms, incarnation=1, **more):
     """A peer on a simulated network."""
     return peer_over(network.links(owner.peer), owner, terms, incarnation, **more)
+
+
+@contextlib.contextmanager
+def logged(log):
+    """Collect what is logged while the block runs."""
+    said = []
+
+    def note(record):
+        said.append(record.getMessage())
+        return True
+
+    log.addFilter(note)
+    try:
+        yield said
+    finally:
+        log.removeFilter(note)
 
 
 def node_status(**known):

@@ -134,3 +134,28 @@ def test_a_joiner_asks_for_the_list_of_the_run_s_tensors_only_if_its_own_is_anot
     unlisted = known_run.own_run(FOUNDER, PROGRAMS)
     assert listed(replace(unlisted, records=[record]), b"other") == b""
     assert len(unlisted.head) < len(known.head)
+
+
+def known():
+    return known_run.own_run(FOUNDER, NODES)
+
+
+def test_a_peer_that_was_in_the_run_knows_its_terms_from_its_folder(tmp_path):
+    run = NODES.run_id(FOUNDER.peer)
+    known_run.keep_terms(tmp_path / "terms", known())
+    invite = Invite(run, FOUNDER.peer, (), "", 0)
+    before = known_run.kept_terms(tmp_path / "terms", invite)
+    assert known_run.read_run(before).manifest == NODES
+    assert before.head == known().head
+    for other in (replace(invite, run="0" * 32), replace(invite, founder="somebody")):
+        assert known_run.kept_terms(tmp_path / "terms", other) is None
+
+
+def test_spoilt_terms_in_a_folder_are_none(tmp_path):
+    path, invite = tmp_path / "terms", Invite(NODES.run_id(FOUNDER.peer), FOUNDER.peer, (), "", 0)
+    assert known_run.kept_terms(path, invite) is None
+    known_run.keep_terms(path, known())
+    raw = path.read_bytes()
+    for spoilt in (raw[:-1], raw[:40] + b"x" + raw[41:], b"junk", bytes(10**6)):
+        path.write_bytes(spoilt)
+        assert known_run.kept_terms(path, invite) is None

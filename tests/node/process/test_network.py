@@ -2,16 +2,13 @@
 
 import asyncio
 import resource
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from farflock.node.assembly.own_addresses import Listening
 from farflock.node.assembly.own_world import (
     DESCRIPTORS,
     OneLife,
-    at_port_of,
     identity_of,
     raise_descriptor_limit,
 )
@@ -49,19 +46,6 @@ def test_a_folder_that_cannot_be_created_is_named_with_the_reason(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(Failure, match=r"folder .*file/node cannot be created: not a directory;"):
         identity_of(RunFolder(tmp_path / "file" / "node"))
-
-
-@pytest.mark.parametrize(
-    ("port", "addresses", "again"),
-    [
-        (0, ("/ip4/10.0.0.5/tcp/4101/p2p/x", "/ip6/::1/tcp/4101/p2p/x"), 4101),
-        (4001, ("/ip4/9.9.9.9/tcp/7/p2p/x",), 4001),
-        (0, (), 0),
-    ],
-)
-def test_a_directory_that_is_opened_again_listens_where_it_did(port, addresses, again):
-    listening = Listening(hosts=("10.0.0.5", "::1"), dht_port=port)
-    assert at_port_of(addresses, listening) == replace(listening, dht_port=again)
 
 
 def test_a_node_whose_identity_lives_elsewhere_ends_with_one_sentence_and_not_again():

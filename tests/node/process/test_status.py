@@ -64,6 +64,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
         pairing=SimpleNamespace(unsure_rounds=0),
         rounds=SimpleNamespace(slowness=SimpleNamespace(named=lambda members: {"other": "line"})),
         snapshots=SimpleNamespace(coming=None),
+        branching=SimpleNamespace(returning=SimpleNamespace(awaited=(), is_open=False)),
     )
     part = SimpleNamespace(
         peer=peer,
@@ -118,6 +119,18 @@ def test_a_node_that_takes_a_part_of_its_machine_says_so(tmp_path):
     StatusWriter(node).write()
     said = "trains with at most 5 Mbit/s sent, 50% of its threads' time"
     assert read_status(tmp_path / "status.json").doing == said
+
+
+@pytest.mark.parametrize("is_member", [False, True])
+def test_it_says_for_whom_it_waits_while_its_view_cannot_decide(tmp_path, is_member):
+    node = node_in(tmp_path, is_member=is_member)
+    returning = node.member.peer.branching.returning
+    returning.awaited = ("12D3KooWabcdefgh",)
+    waits = "waits for abcdefgh, without whom the run's members cannot decide anything"
+    assert StatusWriter(node).write().doing.endswith(f"; {waits}")
+    returning.awaited, returning.is_open = (), True
+    signs = "counts as a member once all members have signed their return"
+    assert StatusWriter(node).write().doing == ("trains" if is_member else f"trains; {signs}")
 
 
 def test_a_node_that_downloads_the_runs_state_says_how_much_is_left(tmp_path, monkeypatch):

@@ -140,7 +140,7 @@ def test_a_peer_that_was_killed_or_saved_goes_on_where_its_samples_count(
 
     monkeypatch.setattr(Batches, "batch", watched)
     outcome = simulated(
-        text, "diloco", loss=0.1, churn_s=8.0, leg_tokens=4_000, total=8_000, folder=tmp_path
+        text, "diloco", loss=0.1, churn_s=8.0, leg_tokens=6_000, total=12_000, folder=tmp_path
     )
     goes_on = []  # by change of life, where the next one begins, and how much comes again
     for each in lives.values():

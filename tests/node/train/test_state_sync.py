@@ -45,7 +45,9 @@ def snapshot(state, told=None, at=3):
 
 def test_a_state_that_must_not_leave_yet_is_waited_for_and_read_before_the_next_step():
     async def main():
-        sync, may = StateSync(None, None, SimpleNamespace(stage=0), inline), [False]
+        peer = SimpleNamespace(context=None, rounds=SimpleNamespace(streams={}))
+        driver = SimpleNamespace()
+        sync, may = StateSync(peer, driver, SimpleNamespace(stage=0), inline), [False]
         sync.may_leave = lambda: may[0]
         reading = asyncio.create_task(sync.leaving(lambda: "state"))
         await asyncio.sleep(1.0)

@@ -2,15 +2,21 @@
 stays, and nothing counts twice."""
 
 import asyncio
-import collections
 import contextlib
-import functools
-import json
 import random
 
 import msgspec
 import pytest
-from worlds.herd import STREAM, TOKENS, Herd, Node, grown
+from worlds.chains.lines import (
+    AFTER_S,
+    has_served_since,
+    ids,
+    is_one,
+    lines,
+    names_of,
+    progress,
+)
+from worlds.herd import STREAM, TOKENS, Node
 from worlds.waiting import now, until
 
 from farflock.swarm.frame import Frame
@@ -20,105 +26,11 @@ from farflock.swarm.peer.snapshots import SnapshotUnavailable
 from farflock.swarm.protocol import branches
 from farflock.swarm.protocol.branches import branch_of, fork_of, trail
 from farflock.swarm.protocol.views import Certified, Chain, encode
-from farflock.swarm.sim.virtual_time import run_virtual
 
-AFTER_S = 20.0
 IDENTITIES = [Identity.from_seed(bytes([number]) * 32) for number in range(5)]
 
 
 # Whole peers.
-
-
-class Lines(Herd):
-    """A herd in which there may be several lines: the laws hold in each of them."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.branch_after_s = AFTER_S
-        self.by_view = {}  # by (hash of the round's view, round): result
-
-    def agreed(self, node, outcome, contents, name):
-        number = outcome.key.round
-        place = (node.peer.context.views.at(number).hash, number)
-        result = (contents, outcome.participants, outcome.tokens, node.state)
-        assert self.by_view.setdefault(place, result) == result, (
-            f"two results of round {number} in one view"
-        )
-
-    def check_line(self, *numbers):
-        """Check that these nodes are on one line, in its view, and its log counts nothing twice."""
-        chains = [self.nodes[number].peer.context.views for number in numbers]
-        assert len({chain.newest.hash for chain in chains}) == 1
-        assert all(self.nodes[number].peer.membership.is_member for number in numbers)
-        counted, tokens, rounds = collections.Counter(), 0, 0
-        for (digest, number), (contents, participants, after, _) in sorted(
-            self.by_view.items(), key=lambda e: e[0][1]
-        ):
-            if chains[0].at(number).hash == digest:
-                counted.update(
-                    name for content in contents[:1] for name in json.loads(content)["names"]
-                )
-                tokens += TOKENS * len(participants) if contents else 0
-                assert after == tokens, f"round {number} says {after} tokens, {tokens} were trained"
-                rounds += 1
-        assert max(counted.values()) == 1, counted
-        assert rounds == 1 + max(
-            number for digest, number in self.by_view if chains[0].at(number).hash == digest
-        )
-
-    def check_tokens(self):
-        """Done by `check_line`."""
-
-
-def lines(count, **options):
-    def decorate(main):
-        @functools.wraps(main)
-        def test():
-            async def whole():
-                herd = Lines(**options)
-                await grown(herd, count)
-                await main(herd)
-                await herd.end()
-                assert asyncio.all_tasks() == {asyncio.current_task()}
-
-            run_virtual(whole())
-
-        del test.__wrapped__  # pytest would look for a fixture `herd`
-        return test
-
-    return decorate
-
-
-def ids(herd, *numbers):
-    return {herd.nodes[number].id for number in numbers}
-
-
-def progress(herd, *numbers):
-    return min(herd.nodes[number].applied for number in numbers)
-
-
-def names_of(herd, *numbers):
-    return {herd.nodes[number].peer.membership.branch for number in numbers}
-
-
-def is_one(herd, *numbers):
-    """True if these nodes are all members of one newest view."""
-    nodes = [herd.nodes[number] for number in numbers]
-    if not all(node.peer.context.chain and node.peer.membership.is_member for node in nodes):
-        return False
-    return len({node.view.hash for node in nodes}) == 1 and nodes[0].members == {
-        node.id for node in nodes
-    }
-
-
-def has_served_since(herd, moment_s, *numbers):
-    return all(
-        any(
-            at_s > moment_s and status in ("ok", "partial", "alone")
-            for at_s, _, status in herd.nodes[n].events
-        )
-        for n in numbers
-    )
 
 
 @lines(5)
@@ -329,7 +241,7 @@ async def test_a_founder_that_starts_the_run_again_while_it_sees_no_peer_finds_b
 @lines(5, group=2)
 async def test_pairs_branch_and_meet_too(herd):
     for node in herd.nodes.values():
-        node.peer.context.progress_tokens = lambda node=node: node.serial * TOKENS
+        node.peer.context.own.tokens = lambda node=node: node.serial * TOKENS
     herd.kill(0)
     herd.network.partition(ids(herd, 1, 2), ids(herd, 3, 4))
     await asyncio.sleep(AFTER_S + 15)

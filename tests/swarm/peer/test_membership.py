@@ -279,14 +279,14 @@ async def test_the_same_in_a_run_of_pairs_alone(herd):
 async def test_an_idle_member_that_missed_a_view_asks_for_it(herd):
     """It contributes nothing to rounds, so no peer can tell it that it is behind: it must notice by
     itself."""
-    herd.nodes[1].quiet = True
+    herd.nodes[2].quiet = True
     await asyncio.sleep(2)
-    deaf(herd, 1, Propose, Decided, Views)
+    deaf(herd, 2, Propose, Decided, Views)
     herd.start(3)
     await until(lambda: len(herd.nodes[0].members) == 4, 20, "the next view")
-    assert len(herd.nodes[1].members) == 3
+    assert len(herd.nodes[2].members) == 3
     herd.network.tap = None
-    await until(lambda: len(herd.nodes[1].members) == 4, 10, "news of it at the idle one")
+    await until(lambda: len(herd.nodes[2].members) == 4, 10, "news of it at the idle one")
 
 
 @in_virtual_time(3)

@@ -185,12 +185,14 @@ async def test_over_a_hundred_rounds_nothing_grows(herd):
     assert set(late[5::7]) == {LOG_ROUNDS}
     await calm(herd, 0, 1, 2, 3)
     for node in herd.nodes.values():
-        pins = set(node.peer.context.store.pins)
+        pins = {
+            pin
+            for pin in node.peer.context.store.pins
+            if not (isinstance(pin, tuple) and pin[0] == "snapshot")
+        }
         assert pins <= {
             Key(STREAM, number) for number in range(node.applied - LOG_ROUNDS + 1, node.applied + 1)
-        } | {("snapshot", "state")}, (
-            "something is pinned that no round in the log and no snapshot needs"
-        )
+        }, "something is pinned that no round in the log and no snapshot needs"
 
 
 @in_virtual_time(3)

@@ -345,6 +345,15 @@ async def test_as_many_as_ask_meanwhile_are_remembered_up_to_a_bound(world):
 
 
 @in_a_world
+async def test_it_is_known_whether_a_snapshot_in_the_making_is_for_members_alone(world):
+    host = world.peer("a").serve(snapshot(), build_s=3.0)
+    host.snapshots.receive("b", StateQuery(NAME))
+    assert not host.snapshots.is_asked_by_newcomers(NAME)
+    host.snapshots.receive("joiner", StateQuery(NAME))
+    assert host.snapshots.is_asked_by_newcomers(NAME)
+
+
+@in_a_world
 async def test_a_peer_that_withdraws_serves_no_peer_until_it_serves_again(world):
     host = world.peer("a").serve(snapshot())
     host.snapshots.withdraw()
@@ -399,7 +408,10 @@ async def test_a_later_question_gets_the_snapshot_in_download_until_it_is_too_ol
         (2 * KEEP_ROUNDS + 1, 1),
     ):
         host.context.floor = (touched + 1,)
-        assert (await world.joiner.fetch()).round == number
+        newcomer = SnapshotPeer(world, f"newcomer {touched}")
+        assert (await newcomer.fetch()).round == number
+    assert (await world.joiner.fetch()).round == 1
+    assert (await newcomer.fetch()).round == 1, "who reads one goes on with it"
     await asyncio.sleep(KEEP_S)
     assert (await world.joiner.fetch()).round == 2
     host.snapshots.serve(NAME, provide)
@@ -422,7 +434,8 @@ async def test_a_snapshot_with_a_version_is_made_anew_when_that_changes_and_only
     host.snapshots.serve(NAME, provide)
     assert (await world.joiner.fetch()).round == 3
     host.context.floor = (host.context.touched + KEEP_ROUNDS + 2,)
-    assert (await world.joiner.fetch()).round == 4, "it has no version any more"
+    another = SnapshotPeer(world, "another")
+    assert (await another.fetch()).round == 4, "it has no version any more"
 
 
 @in_a_world
@@ -442,6 +455,7 @@ async def test_a_peer_whose_download_is_no_longer_held_asks_for_a_newer_one(worl
     download = asyncio.create_task(world.joiner.fetch(timeout_s=300.0))
     while not world.joiner.context.chunks.fetching_bytes:  # noqa: ASYNC110 - until it has begun
         await asyncio.sleep(0.01)
+    host.snapshots.withdraw()
     host.serve(snapshot(2, b"two"))
     await SnapshotPeer(world, "b").fetch()
     assert await download == snapshot(2, b"two")
@@ -555,8 +569,11 @@ async def test_a_question_for_a_stream_that_is_not_served_is_not_answered(world)
 @in_a_world
 async def test_a_chunk_that_no_frame_of_ours_could_carry_is_our_own_bug(world):
     host = world.peer("a").serve(Snapshot(1, b"", 0, (bytes(MAX_CHUNK_BYTES + 1),)))
-    with pytest.raises(AssertionError, match="too large"):
-        await host.snapshots._offer("joiner", NAME)
+    host.snapshots.receive("joiner", StateQuery(NAME))
+    await asyncio.sleep(1.0)
+    (failure,) = world.failures
+    assert "too large" in str(failure)
+    world.failures.clear()
 
 
 def test_a_listing_names_each_chunk_and_its_size():
