@@ -184,7 +184,7 @@ class HostedSwarm:
     def found(self) -> None:
         """Start the founder, and return once it trains."""
         self.founder.start("run", str(self.folder / "run.toml"))
-        self._require(lambda: self.founder.status().get("step"), self.founder)
+        self._require(lambda node: node.status().get("step"), self.founder)
 
     def join(self, node: HostedNode) -> None:
         """Start a node that joins, or that returns to its run."""
@@ -194,7 +194,7 @@ class HostedSwarm:
         """Return once all nodes have applied a round of all; raise `NotMeasured` if that does not
         come."""
         for node in self.nodes:
-            self._require(lambda node=node: node.peer, node)
+            self._require(lambda node: node.peer, node)
         if self.whole(START_TIMEOUT_S) == NEVER:
             raise NotMeasured("the nodes did not come to a round of all before the fault")
 
@@ -275,11 +275,11 @@ class HostedSwarm:
         self.hear(one, other)
         self.hear(other, one)
 
-    def _require(self, condition: Callable[[], object], node: HostedNode) -> None:
+    def _require(self, condition: Callable[[HostedNode], object], node: HostedNode) -> None:
         """Return once the condition holds; raise `NotMeasured` if the node ends, or after the
         limit."""
         until_s = time.monotonic() + START_TIMEOUT_S
-        while not condition():
+        while not condition(node):
             assert node.process is not None
             if node.process.poll() is not None or time.monotonic() > until_s:
                 raise NotMeasured(f"{node.name} did not come into the run: {node.told()!r}")

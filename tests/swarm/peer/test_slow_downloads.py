@@ -333,8 +333,8 @@ async def test_a_line_that_rounds_would_fill_is_refused_at_the_beginning_with_bo
         world.peer(name).serve(STATE, traffic=busy(2_000_000))
     with pytest.raises(SnapshotUnavailable) as ended:
         await world.joiner.fetch(None, keep=True)
-    assert now() < VERDICTS * (MEASURED_S + SOON_S) + SOON_S
-    why = r"rounds of 2\.00 MB every 2 s take 5..% of this line, which carries 0\.(19|20) MB/s, so "
+    assert now() < VERDICTS * (MEASURED_S + 1.0) + SOON_S
+    why = r"rounds of 2\.00 MB every 2 s take 50.% of this line, which carries 0\.20 MB/s, so a new"
     assert re.match(why, ended.value.why)
     assert ended.value.remedy == "use a longer period or a coarser codec, or a faster line"
 
@@ -397,7 +397,7 @@ async def test_a_newcomer_with_a_limit_of_time_is_told_the_same_before_that(worl
     world.peer("a").serve(STATE, traffic=busy(2_000_000))
     with pytest.raises(SnapshotUnavailable, match="so a newcomer would hardly ever catch up"):
         await world.joiner.fetch(60.0, keep=True)
-    assert now() < VERDICTS * (MEASURED_S + SOON_S) + SOON_S
+    assert now() < VERDICTS * (MEASURED_S + 1.0) + SOON_S
 
 
 @in_a_world
