@@ -19,7 +19,6 @@ from farflock.swarm.addresses import MAX_PUBLISHED, LinkAddress
 from farflock.swarm.contact import Contact
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Sendable, Transport, size_of
-from farflock.swarm.rate_limit import RateLimit
 from farflock.swarm.record import MAX_DOORS, BadRecord, Record, seal, unseal
 from farflock.swarm.zmq.forward import FORWARD_BYTES_PER_S, MAX_FORWARD_BYTES
 from farflock.swarm.zmq.handshake import Handshakes
@@ -27,6 +26,7 @@ from farflock.swarm.zmq.message import RECORD
 from farflock.swarm.zmq.outbox import BULK, CONTROL
 from farflock.swarm.zmq.partner import SILENT_SHARE, Partner, PartnerTable, Traffic
 from farflock.swarm.zmq.pulse import Pulse
+from farflock.swarm.zmq.rate_limit import RateLimit
 from farflock.swarm.zmq.receiving import Receiver
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender

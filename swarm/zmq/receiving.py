@@ -7,7 +7,6 @@ import zmq
 
 from farflock.swarm.links import MAX_FRAME_BYTES, PeerId
 from farflock.swarm.messages import MAX_RECORD_BYTES
-from farflock.swarm.rate_limit import RateLimit
 from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.message import (
     ASK_VOUCH,
@@ -27,6 +26,7 @@ from farflock.swarm.zmq.message import (
 )
 from farflock.swarm.zmq.outbox import BULK, CONTROL, Inbox
 from farflock.swarm.zmq.partner import CONFIRM_EVERY_BYTES, Partner, PartnerTable, Route
+from farflock.swarm.zmq.rate_limit import RateLimit
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.socket import ZmqSocket

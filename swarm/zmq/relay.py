@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
-from farflock.swarm.rate_limit import RateLimit
 from farflock.swarm.zmq.forward import (
     HELLOS_PER_S,
     Meter,
@@ -21,6 +20,7 @@ from farflock.swarm.zmq.forward import (
 from farflock.swarm.zmq.message import FORWARD, FORWARDED
 from farflock.swarm.zmq.outbox import CONTROL
 from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
+from farflock.swarm.zmq.rate_limit import RateLimit
 from farflock.swarm.zmq.sealed import BadSeal
 
 RELAY_TRY_S = 1.0

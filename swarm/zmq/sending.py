@@ -3,11 +3,11 @@
 import asyncio
 
 from farflock.swarm.links import Sendable, joined, size_of
-from farflock.swarm.rate_limit import RateLimit
 from farflock.swarm.zmq.forward import pack_forward
 from farflock.swarm.zmq.message import FORWARD, FRAME
 from farflock.swarm.zmq.outbox import BULK, CONTROL, LANES
 from farflock.swarm.zmq.partner import DEAD_S, Partner, PartnerTable
+from farflock.swarm.zmq.rate_limit import RateLimit
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.socket import ZmqSocket
 

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from farflock.swarm.rate_limit import HEADERS, SAVED_S, RateLimit
 from farflock.swarm.sim.virtual_time import run_virtual
 from farflock.swarm.zmq.outbox import BULK, CONTROL, Outbox, Pool
 from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
+from farflock.swarm.zmq.rate_limit import HEADERS, SAVED_S, RateLimit
 from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.zap import Gate
 

@@ -3,13 +3,13 @@
 import pytest
 from worlds.fleet import got, identity, meet, run, silent, until
 
-from farflock.swarm.rate_limit import RateLimit
 from farflock.swarm.sim.virtual_time import run_virtual
 from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 from farflock.swarm.zmq.message import ASK_VOUCH, FRAME, PING, TWIN, VOUCH
 from farflock.swarm.zmq.outbox import BULK, CONTROL, Outbox, Pool
 from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
+from farflock.swarm.zmq.rate_limit import RateLimit
 from farflock.swarm.zmq.receiving import Receiver
 from farflock.swarm.zmq.twins import ANSWER_S, ASK_EVERY_S, OwnLife, Twins
 from farflock.swarm.zmq.zap import Gate

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from farflock.swarm.rate_limit import HEADERS, SAVED_S, RateLimit
+from farflock.swarm.zmq.rate_limit import HEADERS, SAVED_S, RateLimit
 
 
 def passed(limit, sizes, for_s, from_s=0.0):
