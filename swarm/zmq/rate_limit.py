@@ -3,7 +3,7 @@
 import math
 
 HEADERS = 1.045  # what Ethernet, IP and TCP add: 66 bytes to each 1,448
-SAVED_S = 0.4  # of unused time that counts: who is woken late on a busy machine loses nothing
+SAVED_S = 0.2  # of unused time that counts: who is woken late on a busy machine loses nothing
 
 
 class RateLimit:

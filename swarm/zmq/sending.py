@@ -29,10 +29,11 @@ class Sender:
         return len(self._backlog)
 
     def queued_bytes(self) -> int:
-        """Return the bulk bytes that wait for this peer's own line: those for several partners.
-        What waits for one alone may wait for that one's line."""
+        """Return the bulk bytes that wait for this peer's own line: those for several partners, or
+        all while its limit holds them back. What waits for one may wait for that one's line."""
         queued = [partner.outbox.bulk_bytes for partner in self._backlog.values()]
-        return sum(queued) - max(queued, default=0)
+        own = self._limit.wait_s(self._loop.time()) > 0
+        return sum(queued) - (0 if own else max(queued, default=0))
 
     def put(self, partner: Partner, frame: bytes) -> bool:
         """Send a control frame; return False if its queue is full."""

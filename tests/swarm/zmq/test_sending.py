@@ -78,6 +78,18 @@ def test_partners_take_turns_on_a_limited_line():
     run_virtual(main())
 
 
+def test_what_waits_for_a_limited_line_waits_for_this_peers_own():
+    async def main():
+        swarm = Swarm(1)
+        await swarm.fill(20)
+        assert swarm.sender.queued_bytes() > 10 * SIZE  # or states would leave between rounds
+        await asyncio.sleep(60.0)
+        assert swarm.sender.queued_bytes() == 0
+        swarm.sender.close()
+
+    run_virtual(main())
+
+
 def test_a_closed_sender_writes_no_more():
     async def main():
         swarm = Swarm(1)
