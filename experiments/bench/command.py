@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from farflock.experiments.measure.metric import COLUMNS
-from farflock.node.cli.commands.options import MAX_CODEC_THREADS
+from farflock.node.cli.commands.options import MAX_CODEC_THREADS, rate_bits
 from farflock.node.cli.output import Output
 from farflock.node.errors import Failure, Usage, nearest
 
@@ -35,27 +35,15 @@ BENCHMARKS = {
     "idle": "farflock.experiments.bench.idle",
     "start": "farflock.experiments.bench.start",
     "join": "farflock.experiments.bench.join",
+    "faults": "farflock.experiments.bench.faults",
     "pipeline": "farflock.experiments.bench.pipeline",
     "data": "farflock.experiments.bench.data",
     "generate": "farflock.experiments.bench.generate",
     "gpu": "farflock.experiments.bench.gpu",
 }
 EVERYWHERE = tuple(name for name in BENCHMARKS if name != "gpu")
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-MAX_BITS = 1e12
 MIN_PARAMETERS, MAX_PARAMETERS = 1_000_000, 1_000_000_000_000
 SHOWN = COLUMNS[:-1]  # in the table; notes are long
-
-
-def rate_bits(text: str) -> float:
-    """Parse `100mbit` into 1e8 bits per second; raise `ValueError` for anything else."""
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([kmg]bit)", text.strip().lower())
-    bits = float(match[1]) * UNITS[match[2]] if match else 0.0
-    if not 0 < bits <= MAX_BITS:
-        raise ValueError(
-            f"{text!r} is not a rate; write a number and kbit, mbit or gbit, such as 100mbit"
-        )
-    return bits
 
 
 def _rate(ctx: click.Context, option: click.Parameter, text: str | None) -> float | None:
@@ -178,9 +166,9 @@ def command(
     but gpu.
 
     NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, whole,
-    checkpoint, idle, start, join, pipeline, data, generate, gpu, or one metric such as codec.int8.
-    `farflock bench quality` takes hours and has its own options: see `farflock bench quality
-    --help`.
+    checkpoint, idle, start, join, faults, pipeline, data, generate, gpu, or one metric such as
+    codec.int8. `farflock bench quality` takes hours and has its own options: see `farflock bench
+    quality --help`.
 
     Each line is one JSON object: metric, value, yardstick (the baseline; its runs alternate with
     those of the metric), ratio, n, load (of the machine, per core; above 1 the numbers are noisy),

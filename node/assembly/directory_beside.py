@@ -108,7 +108,7 @@ class DirectoryBeside:
         while True:
             await asyncio.sleep(WATCH_S)
             inner = self._inner
-            why = "" if inner is None else await inner.trouble()
+            why = "" if inner is None else await _trouble_of(inner)
             if why and inner is self._inner:  # another one may have been opened meanwhile
                 log.warning("the node goes on without the directory, and opens it again: %s", why)
                 self.failure = why
@@ -145,3 +145,12 @@ class DirectoryBeside:
         await cancel(*(task for task in (self._watching, self._task) if task is not None))
         if self._inner is not None:
             await self._inner.close()
+
+
+async def _trouble_of(inner: OpenDirectory) -> str:
+    """Return why a directory must be opened again; a look at it that fails is a reason too, since
+    nothing is known of what fails in there, and who watches must not end."""
+    try:
+        return await inner.trouble()
+    except Exception as error:
+        return f"a look at it failed ({str(error) or type(error).__name__})"

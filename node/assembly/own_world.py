@@ -24,6 +24,7 @@ from farflock.swarm.compute import Worker
 from farflock.swarm.contact import Contact, contacts_of
 from farflock.swarm.dht.files import IdentityLock, PortTaken, refuse_taken_ports
 from farflock.swarm.identity import Identity
+from farflock.swarm.tasks import cancel
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's process needs some
@@ -90,12 +91,15 @@ async def open_world(
             sequence=int(time.time() * 1000),
             also=listening.hosts[1:],
             advertise=listening.hosts,  # until it is known what can be dialled
+            up_bytes_per_s=listening.up_bytes_per_s,
+            down_bytes_per_s=listening.down_bytes_per_s,
             on_twin=(life := OneLife(folder)).stop,
         )
         links = await _open_links(identity, run, options, ports.again(listening), listening)
         opened.push_async_callback(links.close)
         ports.keep(links=next((address.control for address in links.listens), 0))
-        own = OwnAddresses(links, listening, _leaves_machine(contacts))
+        now = asyncio.get_running_loop().time
+        own = OwnAddresses(links, listening, _leaves_machine(contacts), now)
         own.publish()
         for peer in dict.fromkeys(contact.peer for contact in contacts):
             links.expect(*(contact for contact in contacts if contact.peer == peer))
@@ -105,12 +109,14 @@ async def open_world(
             return await _open_directory(folder, run, doors, where, own.announced)
 
         def opened_directory(addresses: tuple[str, ...]) -> None:
-            links.record(doors=own.doors(addresses))
+            own.publish()
             if not listening.client_mode:
                 ports.keep(directory=next(map(port_in, addresses), 0))
 
         directory = DirectoryBeside(opening, opened_directory)
         opened.push_async_callback(directory.close)
+        own.directory = lambda: directory.addresses
+        opened.push_async_callback(cancel, asyncio.create_task(own.keep()))
         if not contacts:
             await directory.begin()
         clock, workers = Clock(time.time, rests=True), Workers(codec, files)

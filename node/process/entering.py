@@ -18,7 +18,7 @@ from farflock.node.assembly.session import AddressCache, Session
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.process.assembling import assembled
-from farflock.node.process.network import MachineOptions, network
+from farflock.node.process.network import MachineOptions, network, with_shares
 from farflock.node.process.node_process import NodeProcess
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part
 from farflock.node.process.room import with_room
@@ -49,7 +49,7 @@ async def found(machine: MachineOptions, manifest: Manifest, on_start: OnStart) 
     """Start a run, or resume it, and train it to its end; return the final checkpoint's folder.
 
     A run is resumed by rejoining its members if they can be reached, else from the checkpoint."""
-    machine = with_room(machine, manifest, Failure)
+    machine = with_room(with_shares(machine), manifest, Failure)
     pipeline = manifest.pipeline_plan()
     require_carried(manifest.plan(), pipeline)
     identity = identity_of(machine.folder)
@@ -113,6 +113,7 @@ async def join(
     A peer that was in this run before keeps its position in its data and its inner moments; it
     takes the state from the swarm. A stage server that the other servers have left behind begins
     another life."""
+    machine = with_shares(machine)
     while True:
         try:
             return await _join(

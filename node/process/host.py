@@ -5,35 +5,67 @@ swarm/addresses.py decides what comes of it.
 
 import contextlib
 import ipaddress
+import math
 import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import psutil
 
 from farflock.node.assembly.own_addresses import LOOPBACK, Listening
 from farflock.node.errors import Usage
-from farflock.swarm.addresses import AddressScope, BadHost, LinkAddress, hosts_of, numeric, scope_of
+from farflock.swarm.addresses import (
+    MAX_PUBLISHED,
+    AddressScope,
+    BadHost,
+    LinkAddress,
+    hosts_of,
+    numeric,
+    scope_of,
+)
 
-MAX_ADVERTISED = 2
 MAX_PORT = 65534  # the next one is for bulk
 # Where a connection of each family would go; nothing is sent there (RFC 5737, RFC 3849).
 _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _FAMILIES = [family for family, _ in _ELSEWHERE]
 
 
+class Shares(msgspec.Struct, frozen=True):
+    """Shares of its machine for a node: bytes per second of the line, and a part of the time of its
+    threads. None: what its folder remembers; 0: all."""
+
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+    cpu: float | None = None
+
+    def __str__(self) -> str:
+        """Return them in words; empty if the node may take all."""
+        rates = (self.up_bytes_per_s, "sent"), (self.down_bytes_per_s, "read")
+        said = [f"{8e-6 * rate:g} Mbit/s {which}" for rate, which in rates if rate]
+        said += [f"{self.cpu:.0%} of its threads' time"] if 0 < (self.cpu or 0) < 1 else []
+        return ", ".join(said)
+
+    def over(self, before: "Shares") -> "Shares":
+        """Return these, and where nothing is said those before."""
+        fields = msgspec.structs.asdict(self)
+        said = {name: value for name, value in fields.items() if value is not None}
+        return msgspec.structs.replace(before, **said)
+
+
 @dataclass(frozen=True, slots=True)
 class OwnPlace:
     """Where a user wants this machine to listen: `host` as `--host` says it, the ports of the links
     and of the directory (0: any free one), and what is published beside; in client mode, nowhere.
-    """
+    `shares` is what it may take of the machine."""
 
     host: str = LOOPBACK
     port: int = 0
     dht_port: int = 0
     client_mode: bool = False
     advertise: tuple[LinkAddress, ...] = ()
+    shares: Shares = Shares()  # noqa: RUF009 - immutable
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -47,13 +79,20 @@ class OwnPlace:
 
     def listening(self) -> Listening:
         """Return the same, with what the world needs to know of this machine."""
+        up, down = (
+            rate or math.inf for rate in (self.shares.up_bytes_per_s, self.shares.down_bytes_per_s)
+        )
         if self.client_mode:
-            return Listening(client_mode=True)
-        owned = tuple(each for addresses in _interfaces().values() for each in addresses)
-        preferred = [host for host in _preferred() if host in owned]
-        interfaces = tuple(dict.fromkeys((*preferred, *owned)))
+            return Listening(client_mode=True, up_bytes_per_s=up, down_bytes_per_s=down)
         ports = self.port, self.dht_port
-        return Listening(self.hosts(), *ports, False, interfaces, self.advertise)
+        return Listening(self.hosts(), *ports, False, owned(), self.advertise, owned, up, down)
+
+
+def owned() -> tuple[str, ...]:
+    """Return the addresses of this machine's interfaces, those that lead elsewhere first."""
+    found = tuple(each for addresses in _interfaces().values() for each in addresses)
+    preferred = [host for host in _preferred() if host in found]
+    return tuple(dict.fromkeys((*preferred, *found)))
 
 
 def bound_hosts(host: str, place: str) -> tuple[str, ...]:
@@ -67,7 +106,8 @@ def bound_hosts(host: str, place: str) -> tuple[str, ...]:
 
 def advertised(texts: Sequence[str], place: str) -> tuple[LinkAddress, ...]:
     """Return the addresses in `ADDRESS:PORT`, whose next port is that of bulk; raise `Usage` for
-    any other text. An IPv6 address is in brackets, and a name stands for all of its addresses."""
+    any other text, and for more addresses than a peer publishes. An IPv6 address is in brackets,
+    and a name stands for all of its addresses."""
     found = []
     for text in texts:
         host, _, port = text.rpartition(":")
@@ -79,7 +119,11 @@ def advertised(texts: Sequence[str], place: str) -> tuple[LinkAddress, ...]:
             why = f"{host[:64]!r} is not an address that others could dial, nor a known name"
             raise Usage(place, why, "write the address at which others reach this machine")
         found += [LinkAddress(each, int(port), int(port) + 1) for each in known]
-    return tuple(dict.fromkeys(found))[:MAX_ADVERTISED]
+    several = tuple(dict.fromkeys(found))
+    if len(several) > MAX_PUBLISHED:
+        why = f"these are {len(several)} addresses, and a peer publishes {MAX_PUBLISHED}"
+        raise Usage(place, why, "name those that most others can dial")
+    return several
 
 
 def default_host(outside: Sequence[LinkAddress]) -> str:

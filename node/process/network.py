@@ -4,10 +4,13 @@ Shared by nodes (node/process/entering.py) and by the optimizer for users' own t
 (node/library/swarm_optimizer.py).
 """
 
+import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import msgspec
 
 from farflock.node.assembly.own_world import open_world
 from farflock.node.assembly.peer_world import PeerWorld
@@ -15,14 +18,15 @@ from farflock.node.model.device import Device
 from farflock.node.model.ranks import Ranks
 from farflock.node.model.step_options import StepOptions
 from farflock.node.process.disk import DiskPlan
-from farflock.node.process.host import OwnPlace
+from farflock.node.process.host import OwnPlace, Shares
 from farflock.node.run.memory import OuterPlace
-from farflock.node.state.paths import RunFolder
+from farflock.node.state.paths import RunFolder, make_folder, write_whole
 from farflock.swarm.contact import Contact
 from farflock.swarm.identity import Identity
 from farflock.swarm.zmq.links import ZmqLinks
 
 DATA_CACHE_BYTES = 20 * 10**9
+SHARES_FILE = "shares.json"  # in a node's folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,20 @@ class MachineOptions:
     def data_cache(self) -> int:
         """The bytes of fetched shards that are kept."""
         return (self.disk_plan.data if self.disk_plan else 0) or DATA_CACHE_BYTES
+
+
+def with_shares(machine: MachineOptions) -> MachineOptions:
+    """Return the options with the shares of line and processor that the folder remembers where none
+    are named; it remembers those that are."""
+    path = machine.folder.path / SHARES_FILE
+    before = Shares()
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        before = msgspec.json.decode(path.read_bytes(), type=Shares)
+    shares = machine.place.shares.over(before)
+    if shares != before:
+        make_folder(machine.folder.path)
+        write_whole(path, msgspec.json.encode(shares))
+    return replace(machine, place=replace(machine.place, shares=shares))
 
 
 def network(

@@ -118,6 +118,9 @@ def part_of(
     manifest, text, folder = inputs.known.manifest, inputs.text, inputs.machine.folder
     plan, pipeline, run = manifest.plan(), manifest.pipeline_plan(), inputs.known.run
     assert pipeline is not None, "a run of whole models has no stages"
+    if 0 < (inputs.machine.place.shares.cpu or 0.0) < 1.0:
+        why = "a server of stages computes whenever others need it"
+        raise Usage("--cpu does not hold in a run of stages", why, "join with --cpu 100%")
     saved = {index: last_of(folder, run, role_of(index)) for index in held(pipeline, stage)}
     known = {index: each for index, each in saved.items() if each is not None}
     means = _means(inputs, pipeline, stage, worker, report)

@@ -9,7 +9,7 @@ from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments
 from farflock.node.assembly.text import NodeText
 from farflock.node.data.coming_shards import ReadingStopped
-from farflock.node.process.brake import with_brake
+from farflock.node.process.brake import with_brake, with_share
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.room import storage_of
 from farflock.node.process.run_text import NodeInputs
@@ -100,7 +100,9 @@ def replica_of(
         node.before = before
         load_moments(node, before)
         go_on(node.watch, before.meta)
-    node.loop.pause = with_brake(_pause(node, keeper), lambda: node.stopping)
+    share, threads = machine.place.shares.cpu, machine.threads
+    pause = with_share(_pause(node, keeper), share, threads, lambda: node.stopping)
+    node.loop.pause = with_brake(pause, lambda: node.stopping)
     return node, keeper
 
 

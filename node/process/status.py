@@ -18,7 +18,9 @@ from farflock.swarm.peer.state_download import StateProgress
 
 class PartnerStatus(msgspec.Struct, frozen=True):
     """Another member, as this node sees it. A `twin` has sent the same updates, bit for bit;
-    `slow` says what has made it slower than it was: its machine or its line (empty: nothing)."""
+    `slow` says what has made it slower than it was: its machine or its line (empty: nothing). Sent
+    are bytes to it, of rounds, states and what it fetches; relayed are those that this node has
+    forwarded for it."""
 
     peer: str
     life: str
@@ -27,6 +29,8 @@ class PartnerStatus(msgspec.Struct, frozen=True):
     role: str = "replica"
     twin: bool = False
     slow: str = ""
+    sent_bytes: int = 0
+    relayed_bytes: int = 0
 
 
 class DownloadStatus(msgspec.Struct, frozen=True):

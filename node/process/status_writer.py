@@ -15,12 +15,12 @@ from farflock.node.assembly.coming_back import waits_for
 from farflock.node.errors import Failure
 from farflock.node.process.status import PartnerStatus, Status, Waiting, awaited_state, watched
 from farflock.node.state.paths import write_whole
-from farflock.swarm.links import Links
 from farflock.swarm.messages import MAX_MEMBERS
 from farflock.swarm.peer.state_download import StateProgress
 from farflock.swarm.protocol.views import Member
 from farflock.swarm.roles import role_of
 from farflock.swarm.tasks import cancel
+from farflock.swarm.zmq.links import ZmqLinks
 
 if TYPE_CHECKING:
     from farflock.node.process.node_process import NodeProcess
@@ -193,6 +193,8 @@ def _doing(node: "NodeProcess") -> str:
     does = (
         "trains" if part.role in ("replica", "trainer") else f"serves {part.role.replace(':', ' ')}"
     )
+    if limits := str(node.machine.place.shares):
+        does += f" with at most {limits}"
     if trouble := node.session.world.trouble():
         does += f", without the run's directory ({trouble})"
     awaited = part.peer.branching.returning.awaited
@@ -208,9 +210,11 @@ def _doing(node: "NodeProcess") -> str:
     return f"{does}; counts as a member from the next change of members (within {view_s:g} s)"
 
 
-def _partner(links: Links, member: Member, twin: bool, slow: str) -> PartnerStatus:
+def _partner(links: ZmqLinks, member: Member, twin: bool, slow: str) -> PartnerStatus:
     peer = member.peer
     rtt_s = links.rtt_s(peer)
     rtt_ms = None if rtt_s is None else rtt_s * 1000
     life, road, role = links.life(peer), links.road(peer), role_of(member.stage)
-    return PartnerStatus(peer, life, road, rtt_ms, role, twin, slow)
+    sent_bytes = sum(traffic.sent for traffic in links.traffic(peer).values())
+    relayed_bytes = links.relayed_bytes(peer)
+    return PartnerStatus(peer, life, road, rtt_ms, role, twin, slow, sent_bytes, relayed_bytes)

@@ -164,9 +164,13 @@ class Peer:
             await self.membership.known.wait()
 
     def ask_in(self) -> None:
-        """Ask the members for admission until they admit this peer."""
+        """Ask the members for admission until they admit this peer. `on_full` of `admission` is
+        called if the run has become full since there was room, and may raise."""
+        admission = self.membership.admission
+        if admission.is_full:
+            admission.on_full()
         self.ticks.stirred.set()
-        self.membership.admission.wants_in = True
+        admission.wants_in = True
 
     async def join(self, records: Sequence[bytes], timeout_s: float) -> None:
         """Meet the run and ask for admission at once: for peers that need no state."""

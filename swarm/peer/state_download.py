@@ -43,6 +43,7 @@ MAX_LISTINGS = 64  # of one snapshot
 PARALLEL = 16  # chunks on their way at once: enough to fill a fast line
 AHEAD_S = 20.0  # that the chunks on their way take: each is complete soon, also at a slow line
 MEASURED_S = 10.0  # over which the rate of the line is measured
+VERDICTS = 3  # such measurements in a row, before a line is too slow for the rounds: others use it
 MAX_STATES = 32  # that one download may begin: each replaced the one before, or was no state
 
 DownloadProgress = Callable[[int, int], None]  # (bytes here, bytes in all), verified
@@ -160,6 +161,7 @@ class StateDownload:
     _stirred: asyncio.Event = field(default_factory=asyncio.Event)
     _worth: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
     _first: tuple[float, int] | None = None  # when a piece came first, and the line's bytes by then
+    _hopeless: int = 0  # measurements in a row by which rounds leave next to nothing of the line
 
     @property
     def coming(self) -> StateProgress:
@@ -188,11 +190,16 @@ class StateDownload:
         offers = self.offers.values()
         traffic = usual(RoundTraffic(offer.round_bytes, offer.round_s) for offer in offers)
         left_bytes, rate = self.total_bytes - self.here_bytes, (came - before) / (now_s - first_s)
-        self.time = JoinTime(left_bytes, rate, traffic)
-        if self.time.is_hopeless:
+        time = JoinTime(left_bytes, rate, traffic)
+        self._hopeless = self._hopeless + 1 if time.is_hopeless else 0
+        if 0 < self._hopeless < VERDICTS:
+            self._first = None  # measured again: somebody may have used the line for a moment
+            return
+        self.time = time
+        if time.is_hopeless:
             self._worth.reschedule(now_s)
-        elif self.time.is_slow:
-            log.warning("%s; %s would leave more", self.time, HELP)
+        elif time.is_slow:
+            log.warning("%s; %s would leave more", time, HELP)
 
     def begin(self, offer: StateOffer) -> None:
         """Count a state that is begun; raise `SnapshotUnavailable` if there were too many."""

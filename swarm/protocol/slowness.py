@@ -22,6 +22,7 @@ KEPT_ROUNDS = 16  # of ordinary times, by which others are judged
 ENOUGH_ROUNDS = 5  # before anything is called unusual
 DEVIATIONS = 3.0
 SLOW_ROUNDS = 3  # in a row
+MAX_TIMES = 1024  # of all members, those of the ones that left included
 # A deviation is at least this, and this share of the median: times on a quiet line hardly vary.
 STEADY_S = 0.05
 STEADY_SHARE = 0.1
@@ -79,9 +80,13 @@ class Slowness:
 
     def note(self, peer: PeerId, cause: Cause, key: Key, seconds: float) -> None:
         """Note one time of a member in a round: of its offer since the round began here, or of a
-        transfer of its bytes."""
-        times = self._times.setdefault((peer, key.stream, cause), _Times())
+        transfer of its bytes. Beyond `MAX_TIMES`, who was noted longest ago is forgotten."""
+        entry = peer, key.stream, cause
+        times = self._times.pop(entry, None) or _Times()
+        self._times[entry] = times
         times.note(key.round, seconds)
+        if len(self._times) > MAX_TIMES:
+            del self._times[next(iter(self._times))]
 
     def named(self, members: Collection[PeerId]) -> dict[PeerId, Cause]:
         """Return which of these members, those of the newest view, have become slow, each with the

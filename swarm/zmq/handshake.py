@@ -14,7 +14,7 @@ from farflock.swarm.zmq.message import RECORD
 from farflock.swarm.zmq.outbox import CONTROL
 from farflock.swarm.zmq.partner import Dial, Partner, PartnerTable, Route
 from farflock.swarm.zmq.socket import ZmqSocket
-from farflock.swarm.zmq.twins import Twins
+from farflock.swarm.zmq.twins import OwnLife, Twins
 
 MAX_ROUTES_PER_PEER = 2  # accepted per traffic class from one identity
 GONE_S = 1.0  # how long frames of a closed connection are still accepted
@@ -23,9 +23,9 @@ GONE_S = 1.0  # how long frames of a closed connection are still accepted
 class Handshakes:
     """Introduces us on every connection; turns connections with a proven owner into routes."""
 
-    def __init__(self, table: PartnerTable) -> None:
+    def __init__(self, table: PartnerTable, own: OwnLife) -> None:
         self.greeting = b""  # the first message on each connection: our signed record
-        self.twins = Twins(table)
+        self.twins = Twins(table, own)
         self._table = table
         self._loop = asyncio.get_running_loop()
         self._inbound: dict[tuple[int, bytes], Route] = {}  # by traffic class and routing id
@@ -101,7 +101,6 @@ class Handshakes:
     def _join(self, partner: Partner, route: Route) -> None:
         """Put a proven connection to use."""
         lane = route.port.lane
-        self.twins.tellers.discard(partner.peer)
         route.port.connections[route.descriptor].owner = partner.peer
         if route.address is not None:
             accepted = [known for known in partner.routes[lane] if known.address is not None]

@@ -8,6 +8,7 @@ and gives up. The wire format is in `message`.
 
 import asyncio
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +26,13 @@ from farflock.swarm.zmq.message import RECORD
 from farflock.swarm.zmq.outbox import BULK, CONTROL
 from farflock.swarm.zmq.partner import SILENT_SHARE, Partner, PartnerTable, Traffic
 from farflock.swarm.zmq.pulse import Pulse
+from farflock.swarm.zmq.rate_limit import RateLimit
 from farflock.swarm.zmq.receiving import Receiver
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.socket import HEARTBEAT_S
 from farflock.swarm.zmq.sockets import Sockets
+from farflock.swarm.zmq.twins import OwnLife
 from farflock.swarm.zmq.upkeep import Upkeep
 from farflock.swarm.zmq.zap import Gate
 
@@ -54,7 +57,9 @@ class LinkOptions:
     # Of silence, at least `MIN_SUSPECT_AFTER_S`; use 2 to 3 s above 200 ms round trip.
     suspect_after_s: float = 0.85
     forward_bytes_per_s: float = FORWARD_BYTES_PER_S  # per peer; four times that in total
-    # Called when most others say that another life of this peer is in the run.
+    up_bytes_per_s: float = math.inf  # on the line, headers included
+    down_bytes_per_s: float = math.inf
+    # Called when another life of this peer is in the run, and has signed that it is.
     on_twin: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -82,13 +87,15 @@ class ZmqLinks:
         self.listens: tuple[LinkAddress, ...] = ()  # where it was told to; none: it only dials
         key = identity.session_key()
         self._table = table = PartnerTable(identity.peer, Gate(run, identity.peer, options.refuse))
-        self._detours = Relays(identity, run, table, options.relay, options.forward_bytes_per_s)
-        self._handshakes = Handshakes(table)
-        self._sender = sender = Sender(table, self._detours)
+        up, down = RateLimit(options.up_bytes_per_s), RateLimit(options.down_bytes_per_s)
+        self._detours = Relays(identity, run, table, options.relay, options.forward_bytes_per_s, up)
+        self._handshakes = Handshakes(table, OwnLife(identity, run, options.incarnation))
+        self._sender = sender = Sender(table, self._detours, up)
         self.queued_bytes = sender.queued_bytes
-        self._receiver = Receiver(table, self._handshakes, self._sender, self._detours)
+        self._receiver = Receiver(table, self._handshakes, self._sender, self._detours, down)
         self._receiver.on_twin = options.on_twin
         self._sockets = Sockets(table, key, self._receiver, silent_after_s)
+        self._receiver.wake = self._sockets.wake
         try:
             listen, curve = options.listen, key.public_key().public_bytes_raw()
             if listen:
@@ -289,7 +296,8 @@ class ZmqLinks:
 
     def _shut(self) -> None:
         self._closed = True
-        self._receiver.inbox.close()
+        self._receiver.close()
+        self._sender.close()
         self._sockets.close()
 
 

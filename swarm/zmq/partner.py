@@ -86,19 +86,18 @@ class Route:
     key: str  # the CURVE key in hex, as libzmq reports it with each frame
     seen: str = "0.0.0.0"  # the address that it comes from; unspecified: unknown
     life: int = 0  # of the owner: its incarnation, by the first frame
-    answered: int = 0  # the highest token of a ping that came back
     gone_s: float | None = None
     # TCP loses nothing, so bytes without news are still unread; control frames are not counted
     window: CreditWindow = field(
         default_factory=lambda: CreditWindow(DIRECT_WINDOW_BYTES, stall_s=math.inf)
     )
 
-    def confirm(self) -> bool:
+    def confirm(self, every_bytes: int = CONFIRM_EVERY_BYTES) -> bool:
         """Tell the partner how many of its bulk bytes we have read, if it is time.
 
         Return False if that finds no room: call it again."""
         window = self.window
-        if window.received - window.acknowledged < CONFIRM_EVERY_BYTES:
+        if window.received - window.acknowledged < every_bytes:
             return True
         if not self.write(TAKEN + window.received.to_bytes(TOKEN_BYTES, "big")):
             return False
@@ -208,12 +207,13 @@ class Dial:
 
 @dataclass(slots=True)
 class Looks:
-    """Times of the next question and the next answer about addresses (swarm/zmq/witness.py), and
-    whether this peer waits for an answer."""
+    """Times of the next question and the next answer about addresses (swarm/zmq/witness.py),
+    whether this peer waits for an answer, and the time of the next vouch (swarm/zmq/twins.py)."""
 
     ask_s: float = 0.0
     answer_s: float = 0.0
     waits: bool = False
+    vouch_s: float = -math.inf
 
 
 @dataclass(eq=False, slots=True)

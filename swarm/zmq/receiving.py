@@ -9,9 +9,11 @@ from farflock.swarm.links import MAX_FRAME_BYTES, PeerId
 from farflock.swarm.messages import MAX_RECORD_BYTES
 from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.message import (
+    ASK_VOUCH,
     FORWARD,
     FORWARDED,
     FRAME,
+    LIFE_BYTES,
     OBSERVE,
     OBSERVED,
     PING,
@@ -20,14 +22,17 @@ from farflock.swarm.zmq.message import (
     TAKEN,
     TOKEN_BYTES,
     TWIN,
+    VOUCH,
 )
 from farflock.swarm.zmq.outbox import BULK, CONTROL, Inbox
-from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
+from farflock.swarm.zmq.partner import CONFIRM_EVERY_BYTES, Partner, PartnerTable, Route
+from farflock.swarm.zmq.rate_limit import RateLimit
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.socket import ZmqSocket
 from farflock.swarm.zmq.witness import Witness
 
+CONFIRM_EVERY_S = 0.1  # of a limited downlink
 COPIED_BYTES = 16 * 1024  # a view of a short frame would keep libzmq's whole buffer
 
 
@@ -35,8 +40,20 @@ class Receiver:
     """The `Events` of all sockets: passes them on, and takes frames from proven connections."""
 
     def __init__(
-        self, table: PartnerTable, handshakes: Handshakes, sender: Sender, detours: Relays
+        self,
+        table: PartnerTable,
+        handshakes: Handshakes,
+        sender: Sender,
+        detours: Relays,
+        limit: RateLimit,
     ) -> None:
+        """`limit` is that of this peer's downlink: bulk is read only as fast, and what its partners
+        may send ahead fills up."""
+        self._limit = limit
+        # A limited line is shared evenly, also within ten seconds, if partners are told soon.
+        self._confirm_bytes = int(min(CONFIRM_EVERY_BYTES, CONFIRM_EVERY_S * limit.bytes_per_s))
+        self._again: asyncio.TimerHandle | None = None  # once the limit lets more be read
+        self.wake: Callable[[int], None] = lambda lane: None  # read the sockets of a lane again
         self.inbox = Inbox()
         self.on_twin: Callable[[], None] = lambda: None  # another life of this peer is in the run
         self._table, self._handshakes = table, handshakes
@@ -50,7 +67,24 @@ class Receiver:
         """Return whether this lane is not read for now; TCP passes the back-pressure to senders."""
         if self.inbox.full(lane):
             self._stopped[lane] = True
-        return self._stopped[lane]
+        return self._stopped[lane] or (lane == BULK and not self._has_leave())
+
+    def _has_leave(self) -> bool:
+        """Return whether the limit lets a frame be read; else read again once it does."""
+        wait_s = self._limit.wait_s(self._loop.time())
+        if wait_s and self._again is None:
+            self._again = self._loop.call_later(wait_s, self._go_on)
+        return not wait_s
+
+    def _go_on(self) -> None:
+        self._again = None
+        self.wake(BULK)
+
+    def close(self) -> None:
+        """Hand out no more frames, and read nothing by itself."""
+        self.inbox.close()
+        if self._again is not None:
+            self._again.cancel()
 
     def resumes(self, lane: int) -> bool:
         """Return whether reading of this lane resumes now, so that its sockets must be woken."""
@@ -87,6 +121,7 @@ class Receiver:
         """Take a message of a proven connection; on others, only a record that proves the owner."""
         proven = self._handshakes.proven(port, route, frame)
         body = frame.buffer
+        self._limit.spend(len(body), self._loop.time())
         kind = bytes(body[:1])
         if proven is not None:
             if kind != RECORD:
@@ -98,8 +133,11 @@ class Receiver:
             if partner is not None:
                 self._sender.flush(partner)
         elif kind == TWIN and port.owner:
-            if self._handshakes.twins.told(port.owner):
+            if self._handshakes.twins.told(bytes(body[1:])):
                 self.on_twin()
+        elif (held := self._handshakes.twins.waiting(port, route)) is not None:
+            if kind == FRAME and port.lane == BULK:
+                held.window.received += len(body) - len(FRAME)  # passed over, and room again
         else:
             port.kick(int(frame.get(zmq.SRCFD)), "stranger: no record first")
 
@@ -122,13 +160,16 @@ class Receiver:
         elif kind == PING and len(body) == TOKEN_BYTES:
             route.write(PONG + bytes(body))
         elif kind == PONG and len(body) == TOKEN_BYTES:
-            route.answered = max(route.answered, int.from_bytes(body, "big"))
             if route.port.lane == CONTROL and int.from_bytes(body, "big") == partner.pings:
                 partner.rtt_s = self._loop.time() - partner.ping_s
         elif kind == FORWARD:
             self._detours.forward(partner, route.port.lane, body, self._loop.time())
         elif kind == FORWARDED:
             self._take_forwarded(partner, body)
+        elif kind == ASK_VOUCH and len(body) == LIFE_BYTES:
+            self._handshakes.twins.asked(partner, route, bytes(body), self._loop.time())
+        elif kind == VOUCH:
+            self._handshakes.twins.hear(route, bytes(body))
         elif kind == OBSERVE and route.port.lane == CONTROL:
             self.witness.answer(partner, route, body, self._loop.time())
         elif kind == OBSERVED and route.port.lane == CONTROL:
@@ -138,7 +179,7 @@ class Receiver:
 
     def _confirm(self, route: Route) -> None:
         is_open = route.descriptor in route.port.connections
-        if is_open and not route.confirm():
+        if is_open and not route.confirm(self._confirm_bytes):
             self._unconfirmed[route] = None
         else:
             self._unconfirmed.pop(route, None)

@@ -20,6 +20,7 @@ from farflock.swarm.zmq.forward import (
 from farflock.swarm.zmq.message import FORWARD, FORWARDED
 from farflock.swarm.zmq.outbox import CONTROL
 from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
+from farflock.swarm.zmq.rate_limit import RateLimit
 from farflock.swarm.zmq.sealed import BadSeal
 
 RELAY_TRY_S = 1.0
@@ -38,10 +39,12 @@ class Relays:
         table: PartnerTable,
         relay: bool,
         forward_bytes_per_s: float,
+        limit: RateLimit,
     ) -> None:
+        """`limit` is that of this peer's uplink, in which what it forwards counts."""
         self.relays: tuple[PeerId, ...] = ()  # my own, as my record names them
         self._identity, self._run, self._table, self.relay = identity, run, table, relay
-        self._meter = Meter(forward_bytes_per_s)
+        self._meter, self._limit = Meter(forward_bytes_per_s), limit
         self._hellos = Meter(HELLOS_PER_S)
 
     def forward(self, sender: Partner, lane: int, body: bytes | memoryview, now_s: float) -> None:
@@ -66,6 +69,7 @@ class Relays:
             return "forward: over budget"
         if not route.write(pack_forward(FORWARDED, sender.peer, payload)):
             return "forward: no room"
+        self._limit.spend(len(body), now_s)
         sender.relayed_bytes += len(body)
         return None
 

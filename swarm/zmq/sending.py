@@ -7,6 +7,7 @@ from farflock.swarm.zmq.forward import pack_forward
 from farflock.swarm.zmq.message import FORWARD, FRAME
 from farflock.swarm.zmq.outbox import BULK, CONTROL, LANES
 from farflock.swarm.zmq.partner import DEAD_S, Partner, PartnerTable
+from farflock.swarm.zmq.rate_limit import RateLimit
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.socket import ZmqSocket
 
@@ -14,10 +15,13 @@ from farflock.swarm.zmq.socket import ZmqSocket
 class Sender:
     """Sends frames to partners, over a connection if there is one, else sealed through a relay."""
 
-    def __init__(self, table: PartnerTable, detours: Relays) -> None:
-        self._table, self._detours = table, detours
+    def __init__(self, table: PartnerTable, detours: Relays, limit: RateLimit) -> None:
+        """`limit` is that of this peer's uplink: bulk waits for it, and control counts in it."""
+        self._table, self._detours, self._limit = table, detours, limit
         self._loop = asyncio.get_running_loop()
-        self._backlog: dict[str, Partner] = {}  # partners whose queues are not empty, by peer
+        # Partners whose queues are not empty, by peer; who has sent last is the last one.
+        self._backlog: dict[str, Partner] = {}
+        self._again: asyncio.TimerHandle | None = None  # once the limit lets more pass
 
     @property
     def waiting(self) -> int:
@@ -25,10 +29,11 @@ class Sender:
         return len(self._backlog)
 
     def queued_bytes(self) -> int:
-        """Return the bulk bytes that wait for this peer's own line: those for several partners.
-        What waits for one alone may wait for that one's line."""
+        """Return the bulk bytes that wait for this peer's own line: those for several partners, or
+        all while its limit holds them back. What waits for one may wait for that one's line."""
         queued = [partner.outbox.bulk_bytes for partner in self._backlog.values()]
-        return sum(queued) - max(queued, default=0)
+        own = self._limit.wait_s(self._loop.time()) > 0
+        return sum(queued) - (0 if own else max(queued, default=0))
 
     def put(self, partner: Partner, frame: bytes) -> bool:
         """Send a control frame; return False if its queue is full."""
@@ -53,6 +58,7 @@ class Sender:
                     break
                 partner.stuck[lane] = None
                 partner.outbox.pop(lane)
+                self._backlog.pop(partner.peer, None)
         if partner.outbox:
             self._backlog[partner.peer] = partner
         elif self._backlog.get(partner.peer) is partner:
@@ -63,7 +69,26 @@ class Sender:
         for waiting in list(self._backlog.values()):
             self.flush(waiting, port)
 
+    def _has_leave(self) -> bool:
+        """Return whether the limit lets a frame pass; else write again once it does."""
+        wait_s = self._limit.wait_s(self._loop.time())
+        if wait_s and self._again is None:
+            self._again = self._loop.call_later(wait_s, self._go_on)
+        return not wait_s
+
+    def _go_on(self) -> None:
+        self._again = None
+        for waiting in list(self._backlog.values()):
+            self.flush(waiting)
+
+    def close(self) -> None:
+        """Write no more by itself."""
+        if self._again is not None:
+            self._again.cancel()
+
     def _write(self, partner: Partner, lane: int, frame: Sendable, only: ZmqSocket | None) -> bool:
+        if lane == BULK and not self._has_leave():
+            return False
         route = partner.best(lane)
         if route is None:
             return self._write_forwarded(partner, lane, frame, only)
@@ -76,6 +101,7 @@ class Sender:
             return False
         if lane == BULK:
             route.window.send(size_of(frame), now_s)
+        self._limit.spend(size_of(frame), now_s)
         partner.count("direct", sent=len(FRAME) + size_of(frame))
         return True
 
@@ -96,6 +122,7 @@ class Sender:
         if not relay.write(message):
             partner.stuck[lane] = payload  # keep it: sealing again would use another counter
             return False
+        self._limit.spend(len(message), self._loop.time())
         partner.count("forwarded", sent=len(message))
         return True
 

@@ -1,5 +1,6 @@
 """The sockets of one peer's links: two ROUTERs that listen, two DEALERs for each dial."""
 
+import errno
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,32 @@ from farflock.swarm.zmq.zap import ZapHandler
 if TYPE_CHECKING:
     from farflock.swarm.zmq.witness import DialBack
 
+ANY_PORT_ATTEMPTS = 16  # for a port that is free at several hosts
 MAX_SOCKETS = 8192  # per ZMQ context: more than the limits on dials and connections allow
+
+
+def bound_port(socket: zmq.Socket[bytes], hosts: Sequence[str], port: int) -> int:
+    """Bind a socket to one port of all hosts, and return the port: any that is free at each of them
+    if `port` is 0. Raise `OSError` if there is none."""
+    for attempt in range(ANY_PORT_ATTEMPTS):
+        bound, number = [], port
+        for name in hosts:
+            endpoint = f"tcp://{bracketed(name)}:{number}"
+            try:
+                socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                may_try = not port and error.errno == errno.EADDRINUSE
+                if not may_try or attempt == ANY_PORT_ATTEMPTS - 1:
+                    reason = f"cannot listen on {endpoint}: {error}; choose another port"
+                    raise OSError(error.errno, reason) from None
+                break
+            bound.append(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+            number = int(bound[-1].rpartition(":")[2])
+        else:
+            return number
+        for endpoint in bound:  # what the first host gave is taken at another one
+            socket.unbind(endpoint)
+    raise AssertionError("the last attempt returns or raises")
 
 
 class Sockets:
@@ -62,15 +88,7 @@ class Sockets:
         router = ZmqSocket(self._context, lane, None, self._events, self.guard)
         self.routers.append(router)  # before it binds, so that `close` finds it if that fails
         configure(router.socket, lane, self._key, None, self._silent_after_s)
-        for name in hosts:
-            endpoint = f"tcp://{bracketed(name)}:{port}"
-            try:
-                router.socket.bind(endpoint)
-            except zmq.ZMQError as error:
-                reason = f"cannot listen on {endpoint}: {error}; choose another port"
-                raise OSError(error.errno, reason) from None
-            port = int(router.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        return port
+        return bound_port(router.socket, hosts, port)
 
     def dial(self, record: Record, now_s: float, first: int = 0) -> Dial:
         """Begin to connect to the owner of a record, at its pair of endpoints of this number."""

@@ -1,42 +1,71 @@
 """One identity in two lives at once: a copied folder, a cloned machine, a restored backup.
 
 Both have the same key, so nothing tells them apart but their lives (`Record.incarnation`). While
-the elder is connected, it is asked on its own connections, which only the owner of the key can
-answer. If it answers, the younger is told and cut off, before any of its frames is read. If it does
-not for `ANSWER_S`, or its connections end, it is gone, and the younger is a restart.
+the elder is connected, it is asked to vouch on its own connections: to sign the younger's number,
+which is drawn at random at its start, so that nobody can have signed it before. If it does, the
+younger is told and cut off, before any of its frames is read, and checks the signature with its own
+key: nobody else can send it away. If the elder says nothing for `ANSWER_S`, or its connections end,
+it is gone, and the younger is a restart.
 """
 
 from dataclasses import dataclass
 
+from farflock.swarm.identity import Identity, verify
 from farflock.swarm.links import PeerId
-from farflock.swarm.zmq.message import PING, TOKEN_BYTES, TWIN
+from farflock.swarm.zmq.message import ASK_VOUCH, LIFE_BYTES, TWIN, VOUCH
 from farflock.swarm.zmq.outbox import CONTROL
 from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
+from farflock.swarm.zmq.socket import ZmqSocket
 
 ANSWER_S = 5.0
 ASK_EVERY_S = 1.0  # one question may find no room
 MAX_QUESTIONS = 64  # lives that are asked about; more are restarts
+VOUCH_EVERY_S = ASK_EVERY_S / 2  # for one asker: a signature takes time
+
+_DOMAIN = b"another life"
+
+
+class OwnLife:
+    """This process's life of an identity in a run, which vouches for itself."""
+
+    def __init__(self, identity: Identity, run: str, life: int) -> None:
+        self.run, self._identity, self._life = run, identity, life
+
+    def vouch(self, other: bytes) -> bytes | None:
+        """Sign the number of another life; None for this one's own, which would end it."""
+        if int.from_bytes(other, "big") == self._life:
+            return None
+        return self._identity.sign(_DOMAIN, self.run.encode() + other)
+
+    def is_another_there(self, signature: bytes) -> bool:
+        """Return whether another life of this identity has signed this one's number."""
+        mine = self._life.to_bytes(LIFE_BYTES, "big")
+        return vouches(self._identity.peer, self.run, mine, signature)
+
+
+def vouches(peer: PeerId, run: str, life: bytes, signature: bytes) -> bool:
+    """Return whether a peer has signed the number of a life in this run."""
+    return verify(peer, _DOMAIN, run.encode() + life, signature)
 
 
 @dataclass(slots=True)
 class Question:
-    """A life that wants another's place: since when, the token from which on a pong is an answer,
-    and when the elder was asked last."""
+    """A life that wants another's place: since when, when the elder was asked last, and the
+    signature by which it has vouched, once there is one."""
 
     since_s: float
-    token: int
-    asked_s: float
+    asked_s: float = -1e9
+    vouch: bytes = b""
 
 
 class Twins:
     """Keeps the connections of younger lives waiting until the elder has answered, or is gone."""
 
-    def __init__(self, table: PartnerTable) -> None:
-        self._table = table
+    def __init__(self, table: PartnerTable, own: OwnLife) -> None:
+        self._table, self._own = table, own
         self._questions: dict[tuple[PeerId, int], Question] = {}  # by peer and younger life
         self._waiting: dict[Route, None] = {}
         self._sent_away: set[Route] = set()
-        self.tellers: set[PeerId] = set()  # who says that this peer lives elsewhere
 
     def holds_back(self, partner: Partner, route: Route, now_s: float) -> bool:
         """Return whether a new connection must wait, since another life of its owner is here."""
@@ -46,7 +75,7 @@ class Twins:
         if key not in self._questions:
             if len(self._questions) >= MAX_QUESTIONS:
                 return False
-            self._questions[key] = Question(now_s, partner.pings + 1, -1e9)
+            self._questions[key] = Question(now_s)
         self._waiting[route] = None
         return True
 
@@ -79,8 +108,8 @@ class Twins:
         elders = _elders(partner, route)
         if route in self._sent_away:  # by now it has been told
             route.kick("another life of its owner is here")
-        elif any(elder.answered >= question.token for elder in elders):
-            route.write(TWIN)
+        elif question.vouch and elders:
+            route.write(TWIN + question.vouch)
             self._sent_away.add(route)
         elif now_s - question.since_s >= ANSWER_S:
             for elder in elders:
@@ -88,17 +117,41 @@ class Twins:
             return True
         elif elders and now_s - question.asked_s >= ASK_EVERY_S:
             question.asked_s = now_s
-            partner.pings, partner.ping_s = partner.pings + 1, now_s
             for elder in elders:
-                elder.write(PING + partner.pings.to_bytes(TOKEN_BYTES, "big"))
+                elder.write(ASK_VOUCH + route.life.to_bytes(LIFE_BYTES, "big"))
         return not elders and route not in self._sent_away
 
-    def told(self, by: PeerId) -> bool:
-        """Note that a peer knows another life of this one; return whether that is to be believed:
-        more peers say so than have let this one in."""
-        self.tellers.add(by)
-        others = (each for each in self._table.partners.values() if each.peer not in self.tellers)
-        return len(self.tellers) > sum(each.best(CONTROL) is not None for each in others)
+    def asked(self, partner: Partner, route: Route, life: bytes, now_s: float) -> None:
+        """Vouch for this life to a partner that sees another one."""
+        if now_s < partner.looks.vouch_s:
+            return
+        partner.looks.vouch_s = now_s + VOUCH_EVERY_S
+        if (signature := self._own.vouch(life)) is not None:
+            route.write(VOUCH + life + signature)
+
+    def hear(self, route: Route, body: bytes) -> None:
+        """Take an elder's vouch, if it was asked for one and this is its signature."""
+        life, signature = body[:LIFE_BYTES], body[LIFE_BYTES:]
+        number = int.from_bytes(life, "big")
+        question = self._questions.get((route.owner, number))
+        if question is None or number == route.life:
+            self._table.counters["vouch that nobody has asked for"] += 1
+        elif vouches(route.owner, self._own.run, life, signature):
+            question.vouch = signature
+        else:
+            self._table.counters["vouch that is not signed"] += 1
+
+    def told(self, signature: bytes) -> bool:
+        """Return whether what a peer says of another life of this one is true."""
+        if self._own.is_another_there(signature):
+            return True
+        self._table.counters["another life that nobody has signed"] += 1
+        return False
+
+    def waiting(self, port: ZmqSocket, address: bytes | None) -> Route | None:
+        """Return a connection that is held back; what comes on it is not read."""
+        held = (route for route in self._waiting if route.port is port)
+        return next((route for route in held if route.address == address), None)
 
 
 def _elders(partner: Partner, route: Route) -> list[Route]:

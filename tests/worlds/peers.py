@@ -2,6 +2,7 @@
 
 import contextlib
 
+from farflock.node.process.status import Status
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.record import Record, seal
@@ -52,3 +53,12 @@ def logged(log):
         yield said
     finally:
         log.removeFilter(note)
+
+
+def node_status(**known):
+    """The status of a member that has done nothing yet, but for what is known of it."""
+    counts = ("pid", "step", "tokens", "total_tokens", "view")
+    traffic = ("sent_bytes", "received_bytes", "unsure_rounds")
+    zeros, empty = dict.fromkeys(counts + traffic, 0), ("members", "partners", "waits")
+    named = {"run": "ab" * 16, "peer": "p", "invite": "farflock:x", "loss": None, "dropped": {}}
+    return Status(**{**zeros, **dict.fromkeys(empty, ()), **named, "is_member": True, **known})

@@ -112,7 +112,7 @@ async def fleet(
                 ),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env=_surroundings(),
+                env=surroundings(),
                 limit=LINE_BYTES,
                 start_new_session=True,  # Ctrl-C reaches the owner only, which ends the workers
             )
@@ -154,7 +154,7 @@ async def together(
     return start_s, await hear_all(workers, "done", timeout_s)
 
 
-def _surroundings() -> dict[str, str]:
+def surroundings() -> dict[str, str]:
     """Return the workers' environment: one compute thread each, since they share the cores."""
     paths = os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH", "")) if path)
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

@@ -20,6 +20,9 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt])?b?", re.ASCII | re.IGNO
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _COUNT = re.compile(r"[1-9]\d{0,8}", re.ASCII)
 _TIME = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([sm])?", re.ASCII)
+_RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kmg]bit)", re.ASCII)
+_RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+MAX_BITS = 1e12
 _SHOWN = 64
 
 
@@ -55,6 +58,34 @@ def _memory(ctx: click.Context, option: click.Parameter, text: str | None) -> No
     from farflock.node.machine import limit_memory
 
     limit_memory(size_in_bytes(ctx, option, text))
+
+
+def rate_bits(text: str) -> float:
+    """Parse `100mbit` into 1e8 bits per second; raise `ValueError` for anything else."""
+    match = _RATE.fullmatch(text.strip().lower())
+    bits = float(match[1]) * _RATE_UNITS[match[2]] if match else 0.0
+    if not 0 < bits <= MAX_BITS:
+        raise ValueError(
+            f"{text!r} is not a rate; write a number and kbit, mbit or gbit, such as 100mbit"
+        )
+    return bits
+
+
+def _line_rate(ctx: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    """Return the bytes per second of a line; 0 for all of it."""
+    try:
+        return None if text is None else 0.0 if text == "all" else rate_bits(text) / 8
+    except ValueError as error:
+        raise click.BadParameter(f"{error}, or all") from None
+
+
+def _cpu(ctx: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    if text is None:
+        return None
+    spelt = re.fullmatch(r"([0-9]{1,3})%", text.strip())
+    if spelt is None or not 0 < int(spelt[1]) <= 100:
+        raise click.BadParameter(f"{text[:_SHOWN]!r} is no share; write 1% to 100%")
+    return int(spelt[1]) / 100
 
 
 def _seconds(ctx: click.Context, option: click.Parameter, text: str | None) -> float | None:
@@ -148,6 +179,27 @@ _MACHINE = (
         default=1,
         show_default=True,
         help="CPU threads to train with.",
+    ),
+    click.option(
+        "--cpu",
+        metavar="PERCENT",
+        callback=_cpu,
+        help="Share of the time of its CPU threads that the node may take, as in 50%; the folder"
+        " remembers it (default: what the folder remembers, else 100%).",
+    ),
+    click.option(
+        "--up",
+        metavar="RATE",
+        callback=_line_rate,
+        help="What the node may send to members, as in 5mbit, or all; the folder remembers it"
+        " (default: what the folder remembers, else all).",
+    ),
+    click.option(
+        "--down",
+        metavar="RATE",
+        callback=_line_rate,
+        help="What the node may read of what members send, as in 20mbit, or all; the folder"
+        " remembers it (default: what the folder remembers, else all).",
     ),
     click.option(
         "--memory",
@@ -335,12 +387,13 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
 
 def place_of(options: Mapping[str, Any]) -> "OwnPlace":
     """Return where these options let the machine listen."""
-    from farflock.node.process.host import OwnPlace, default_host
+    from farflock.node.process.host import OwnPlace, Shares, default_host
 
     outside: tuple[LinkAddress, ...] = options["advertise"]
     host = options["host"] or default_host(outside)
     port = options["port"] or (outside[0].control if outside else 0)
-    return OwnPlace(host, port, options["dht_port"], options["no_listen"], outside)
+    shares = Shares(options["up"], options["down"], options["cpu"])
+    return OwnPlace(host, port, options["dht_port"], options["no_listen"], outside, shares)
 
 
 def grace_of(options: Mapping[str, Any]) -> float | None:

@@ -137,6 +137,8 @@ def _text(status: Status, lives: bool) -> str:
     lines += [
         f"  {partner.peer[-8:]}  {partner.life:8} {partner.road:9} {_ms(partner.rtt_ms)}"
         + ("  draws the same data as this node" if partner.twin else "")
+        + (f"  sent {partner.sent_bytes / 1e6:,.1f} MB" if partner.sent_bytes else "")
+        + (f", forwarded {partner.relayed_bytes / 1e6:,.1f} MB" if partner.relayed_bytes else "")
         + (f"  is slower than it was: its {partner.slow}" if partner.slow else "")
         for partner in status.partners
     ]

@@ -152,6 +152,24 @@ def test_one_that_falls_silent_is_said_and_opened_again_although_nobody_asks(cap
     beside(main)
 
 
+def test_a_look_that_fails_in_an_unknown_way_is_said_and_does_not_end_the_watch(caplog):
+    async def main(opening, directory):
+        await directory.begin()
+
+        async def broken():
+            raise ZeroDivisionError("nobody thought of this")
+
+        opening.opened[0].trouble = broken
+        await asyncio.sleep(WATCH_S + 2.0)
+        assert "a look at it failed (nobody thought of this)" in caplog.text
+        assert (len(opening.opened), directory.trouble()) == (2, "")
+        opening.opened[1].why = "its sockets were removed"
+        await asyncio.sleep(WATCH_S + 2.0)
+        assert len(opening.opened) == 3
+
+    beside(main)
+
+
 def test_one_that_stays_away_is_tried_ever_more_rarely():
     async def main(opening, directory):
         opening.errors += [DirectoryUnreachable("nobody there")] * 100

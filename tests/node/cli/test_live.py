@@ -6,30 +6,26 @@ import sys
 
 import msgspec
 import pytest
+from worlds.peers import node_status
 
 from farflock.node.cli.live import LINE_EVERY_SHOWS, live, watching
 from farflock.node.demo.demo import Child, Moment
-from farflock.node.process.status import EvaluationStatus, PartnerStatus, Status, Waiting
+from farflock.node.process.status import EvaluationStatus, PartnerStatus, Waiting
 
 ME, OTHER, THIRD = (f"12D3KooW{name}" for name in ("memememe", "otherone", "thirdone"))
-STATUS = Status(
+STATUS = node_status(
     pid=1,
-    run="ab" * 16,
     peer=ME,
-    invite="farflock:x",
     step=1200,
     tokens=500,
     total_tokens=1000,
     loss=3.14159,
     view=3,
     members=(ME, OTHER),
-    is_member=True,
     partners=(PartnerStatus(OTHER, "suspect", "forwarded", 12.3),),
     waits=(Waiting("delta", 5, (OTHER,), 4.2),),
     sent_bytes=1_500_000,
     received_bytes=2_500_000,
-    unsure_rounds=0,
-    dropped={},
     rounds={"ok": 4, "partial": 1},
     last_round=5,
     tokens_per_s=1234.5,

@@ -4,7 +4,7 @@ import os
 
 import msgspec
 import pytest
-from worlds.peers import identity
+from worlds.peers import identity, node_status
 
 from farflock.node.cli import own_runs as here
 from farflock.node.cli.own_runs import (
@@ -15,7 +15,6 @@ from farflock.node.cli.own_runs import (
     own_runs,
 )
 from farflock.node.errors import Failure, Usage
-from farflock.node.process.status import Status
 from farflock.node.run.head import run_id
 from farflock.node.run.invite import Invite, founder_of, mint
 from farflock.swarm.contact import Contact
@@ -48,25 +47,7 @@ def ran(monkeypatch, tmp_path, live):
     def leave(run, pid, seen_s, folder=None):
         path = tmp_path / (folder or f"runs/{run}")
         path.mkdir(parents=True)
-        status = Status(
-            pid=pid,
-            run=run,
-            peer="p",
-            invite=invite(run),
-            step=7,
-            tokens=7,
-            total_tokens=7,
-            loss=None,
-            view=0,
-            members=(),
-            is_member=True,
-            partners=(),
-            waits=(),
-            sent_bytes=0,
-            received_bytes=0,
-            unsure_rounds=0,
-            dropped={},
-        )
+        status = node_status(pid=pid, run=run, invite=invite(run), step=7, tokens=7, total_tokens=7)
         (path / "status.json").write_bytes(msgspec.json.encode(status))
         os.utime(path / "status.json", (seen_s, seen_s))
         return path

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from worlds.peers import node_status
 
 from farflock.node.demo.demo import (
     HOLD_AT,
@@ -17,11 +18,8 @@ from farflock.node.demo.demo import (
     Demo,
 )
 from farflock.node.errors import Failure
-from farflock.node.process.status import Status
 
-STATUS = Status(
-    1, "run", "peer", "invite", 5, 100, 100, 2.5, 1, ("peer",), True, (), (), 0, 0, 0, {}
-)
+STATUS = node_status(peer="peer", step=5, total_tokens=100, members=("peer",))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from worlds.peers import node_status
 
 from farflock.node.assembly.checkpoints import folder_of
 from farflock.node.demo import pipeline as pipeline_demo
@@ -24,15 +25,12 @@ from farflock.node.demo.pipeline import (
 from farflock.node.errors import Failure
 from farflock.node.model.llama import build
 from farflock.node.model.stage_tensors import cut, names_of
-from farflock.node.process.status import Status
 from farflock.node.run.manifest import parse
 from farflock.node.state import checkpoint
 from farflock.node.state.history import History
 from farflock.node.state.paths import RunFolder
 
-STATUS = Status(
-    1, "run", "peer", "invite", 5, 100, 100, 2.5, 1, ("peer",), True, (), (), 700, 0, 0, {}
-)
+STATUS = node_status(step=5, tokens=100, total_tokens=100, members=("peer",), sent_bytes=700)
 WORK = {"microbatches": 16, "in doubt": 1, "doubled": 0}
 
 

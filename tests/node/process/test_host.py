@@ -98,6 +98,13 @@ def test_nothing_else_can_be_advertised(text):
         advertised([text], "--advertise")
 
 
+def test_more_addresses_than_a_peer_publishes_are_refused_and_not_cut():
+    texts = [f"203.0.113.{number}:4002" for number in range(1, 6)]
+    assert len(advertised(texts[:4] + texts[:1], "--advertise")) == 4
+    with pytest.raises(Usage, match="these are 5 addresses, and a peer publishes 4; name those"):
+        advertised(texts, "--advertise")
+
+
 def test_a_machine_behind_an_advertised_address_listens_everywhere():
     assert default_host(()) == "127.0.0.1"
     assert default_host([OUTSIDE]) == "0.0.0.0"

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from farflock.node.process.host import Shares
 from farflock.node.process.status import DownloadStatus, Waiting, awaited_state, read_status
 from farflock.node.process.status_writer import FULL, PACE_SAMPLES, StatusWriter
 from farflock.swarm.messages import Evaluation
 from farflock.swarm.peer.state_download import StateProgress
 from farflock.swarm.protocol.views import Member, View
 from farflock.swarm.sim.virtual_time import run_virtual
+from farflock.swarm.zmq.partner import Traffic
 
 
 class Links:
@@ -30,6 +32,12 @@ class Links:
 
     def road(self, peer):
         return "direct"
+
+    def traffic(self, peer):
+        return {"direct": Traffic(3_000_000, 5), "forwarded": Traffic(400_000, 6)}
+
+    def relayed_bytes(self, peer):
+        return 1_000_000
 
     def rtt_s(self, peer):
         return 0.0125
@@ -73,7 +81,10 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
         waits=lambda: [SimpleNamespace(what=what, whom=("other",), left_s=2.0)],
     )
     return SimpleNamespace(
-        machine=SimpleNamespace(folder=SimpleNamespace(path=folder)),
+        machine=SimpleNamespace(
+            folder=SimpleNamespace(path=folder),
+            place=SimpleNamespace(shares=Shares()),
+        ),
         member=part,
         session=SimpleNamespace(world=SimpleNamespace(trouble=str)),
         links=Links(),
@@ -94,10 +105,20 @@ def test_a_status_can_be_read_back_and_names_the_peers_that_are_waited_for(tmp_p
     StatusWriter(node_in(tmp_path)).write()
     status = read_status(tmp_path / "status.json")
     assert status.waits == (Waiting("delta", 4, ("other",), 2.0),)
-    assert (status.partners[0].rtt_ms, status.partners[0].slow) == (12.5, "line")
+    (other,) = status.partners
+    assert (other.rtt_ms, other.slow) == (12.5, "line")
+    assert (other.sent_bytes, other.relayed_bytes) == (3_400_000, 1_000_000)
     assert status.dropped == {"x": 1, "queue full": 2}
     assert (status.rounds, status.last_round, status.doing) == ({"ok": 4}, 3, "trains")
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_node_that_takes_a_part_of_its_machine_says_so(tmp_path):
+    node = node_in(tmp_path)
+    node.machine.place.shares = Shares(625_000.0, 0.0, 0.5)
+    StatusWriter(node).write()
+    said = "trains with at most 5 Mbit/s sent, 50% of its threads' time"
+    assert read_status(tmp_path / "status.json").doing == said
 
 
 @pytest.mark.parametrize("is_member", [False, True])

@@ -4,20 +4,16 @@ from typing import get_args, get_type_hints
 
 import pytest
 from worlds.measured import measured
+from worlds.peers import node_status
 
-from farflock.node.process.status import EvaluationStatus, Status, measures_of
+from farflock.node.process.status import EvaluationStatus, measures_of
 from farflock.node.sinks.measures import COUNTERS, MEANINGS, NAMES, OUTCOMES, numbers
 from farflock.optimizers.method import Result
 
 
 def status(**known):
-    values = {
-        "pid": 1, "run": "ab", "peer": "me", "invite": "", "step": 120, "tokens": 61_440,
-        "total_tokens": 10**6, "loss": 2.5, "view": 4, "members": ("me", "other"),
-        "is_member": True, "partners": (), "waits": (), "sent_bytes": 940, "received_bytes": 939,
-        "unsure_rounds": 0, "dropped": {},
-    }  # fmt: skip
-    return Status(**{**values, **known})
+    values = {"step": 120, "tokens": 61_440, "loss": 2.5, "members": ("me", "other")}
+    return node_status(**values, sent_bytes=940, received_bytes=939, **known)
 
 
 def test_each_measure_has_a_meaning_and_nothing_else_has_one():

@@ -575,3 +575,20 @@ async def test_who_finds_a_run_full_hears_of_it_once_and_goes_on_when_there_is_r
             assert (len(told), finding.done()) == (1, False)
             herd.nodes[1].peer.leave()
             await until(finding.done, FULL_EVERY_S + 10, "room")
+
+
+@in_virtual_time(2)
+async def test_who_finds_the_last_place_taken_once_it_asks_hears_of_it_too(herd):
+    with pytest.MonkeyPatch.context() as limit:
+        limit.setattr(views, "MAX_MEMBERS", 3)
+        peer, told = peer_in(herd.network, identity(3), RunTerms("run", 7, VIEW_S), 9), []
+        admission = peer.membership.admission
+        admission.on_full = lambda: told.append(now())
+        async with peer.running():
+            await peer.meet(herd.records(but=None), 30.0)
+            await admission.find_room()
+            herd.start(2)  # while this one downloads the state
+            await until(lambda: admission.is_full, 30.0, "the last place to be taken")
+            assert told == []
+            peer.ask_in()
+            assert len(told) == 1

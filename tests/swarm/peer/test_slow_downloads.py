@@ -17,6 +17,7 @@ from farflock.swarm.peer.state_download import (
     MUTE_S,
     SILENT_S,
     UNVERIFIED_S,
+    VERDICTS,
     LineRate,
 )
 from farflock.swarm.sim.network import LinkModel
@@ -332,10 +333,24 @@ async def test_a_line_that_rounds_would_fill_is_refused_at_the_beginning_with_bo
         world.peer(name).serve(STATE, traffic=busy(2_000_000))
     with pytest.raises(SnapshotUnavailable) as ended:
         await world.joiner.fetch(None, keep=True)
-    assert now() < MEASURED_S + 2 * SOON_S
+    assert now() < VERDICTS * (MEASURED_S + 1.0) + SOON_S
     why = r"rounds of 2\.00 MB every 2 s take 50.% of this line, which carries 0\.20 MB/s, so a new"
     assert re.match(why, ended.value.why)
     assert ended.value.remedy == "use a longer period or a coarser codec, or a faster line"
+
+
+@in_a_world
+async def test_a_line_that_others_use_for_some_seconds_is_measured_again_and_not_refused(world):
+    slow(world)
+    world.peer("a").serve(STATE, traffic=busy(240_000))
+    world.network.set_link("joiner", LinkModel(down_bytes_per_s=RATE / 2))
+    fetching = asyncio.create_task(world.joiner.fetch(None, keep=True))
+    await asyncio.sleep(MEASURED_S + SOON_S)
+    assert world.joiner.snapshots.coming.rounds_share == 0.0
+    world.network.set_link("joiner", LinkModel(down_bytes_per_s=RATE))
+    await asyncio.sleep(VERDICTS * (MEASURED_S + SOON_S))
+    assert 0.6 < world.joiner.snapshots.coming.rounds_share < 0.8  # a part of it at half the rate
+    assert await fetching == STATE
 
 
 @in_a_world
@@ -382,7 +397,7 @@ async def test_a_newcomer_with_a_limit_of_time_is_told_the_same_before_that(worl
     world.peer("a").serve(STATE, traffic=busy(2_000_000))
     with pytest.raises(SnapshotUnavailable, match="so a newcomer would hardly ever catch up"):
         await world.joiner.fetch(60.0, keep=True)
-    assert now() < MEASURED_S + 2 * SOON_S
+    assert now() < VERDICTS * (MEASURED_S + 1.0) + SOON_S
 
 
 @in_a_world

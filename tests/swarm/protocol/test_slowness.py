@@ -9,6 +9,7 @@ from farflock.swarm.messages import Key
 from farflock.swarm.protocol.slowness import (
     ENOUGH_ROUNDS,
     KEPT_ROUNDS,
+    MAX_TIMES,
     SLOW_ROUNDS,
     Slowness,
 )
@@ -83,3 +84,14 @@ def test_one_that_left_is_forgotten(watch):
     assert watch.note("b", *[4.0] * SLOW_ROUNDS) == {"b": "machine"}
     assert watch.slowness.named("ac") == {}
     assert watch.slowness.named("abc") == {}
+
+
+def test_times_of_members_that_come_and_go_are_bounded_although_nobody_asks():
+    for others, known in ((10, {"b": "machine"}), (MAX_TIMES, {})):
+        watch = Watch()
+        for peer in "abc":
+            watch.note(peer, *ORDINARY)
+        assert watch.note("b", *[4.0] * SLOW_ROUNDS) == {"b": "machine"}
+        for number in range(others):
+            watch.slowness.note(f"gone {number}", "machine", Key("delta", 0), 1.0)
+        assert watch.slowness.named("abcd") == known

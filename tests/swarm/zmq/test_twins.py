@@ -3,18 +3,25 @@
 import pytest
 from worlds.fleet import got, identity, meet, run, silent, until
 
+from farflock.swarm.sim.virtual_time import run_virtual
+from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
-from farflock.swarm.zmq.message import PING, TWIN
-from farflock.swarm.zmq.outbox import CONTROL, Outbox, Pool
+from farflock.swarm.zmq.message import ASK_VOUCH, FRAME, PING, TWIN, VOUCH
+from farflock.swarm.zmq.outbox import BULK, CONTROL, Outbox, Pool
 from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
-from farflock.swarm.zmq.twins import ANSWER_S, ASK_EVERY_S, Twins
+from farflock.swarm.zmq.rate_limit import RateLimit
+from farflock.swarm.zmq.receiving import Receiver
+from farflock.swarm.zmq.twins import ANSWER_S, ASK_EVERY_S, OwnLife, Twins
 from farflock.swarm.zmq.zap import Gate
 
 
 class Port:
     """A socket with open connections by descriptor, and what was written on them."""
 
-    lane = CONTROL
+    lane, owner = CONTROL, None
+
+    def watch(self):
+        pass
 
     def __init__(self):
         self.connections, self.written, self.kicked = {}, [], []
@@ -28,23 +35,33 @@ class Port:
         self.connections.pop(descriptor, None)
 
 
+ME, P = identity(1), identity(2)
+
+
+def number(life):
+    return life.to_bytes(8, "big")
+
+
 class World:
     """A peer with a partner whose elder life is connected, and a younger life that comes."""
 
     def __init__(self):
-        self.table = PartnerTable("me", Gate("run", "me", ()))
-        self.partner = self.table.partners["p"] = Partner("p", Outbox(Pool()))
-        self.port, self.twins = Port(), Twins(self.table)
+        self.table = PartnerTable(ME.peer, Gate("run", ME.peer, ()))
+        self.partner = self.table.partners[P.peer] = Partner(P.peer, Outbox(Pool()))
+        self.port, self.twins = Port(), Twins(self.table, OwnLife(ME, "run", 7))
         self.elder, self.younger = self.route(1, life=11), self.route(2, life=12)
         self.partner.routes[CONTROL].append(self.elder)
 
     def route(self, descriptor, life):
         self.port.connections[descriptor] = None
-        return Route(self.port, b"%d" % descriptor, descriptor, "p", "key", life=life)
+        return Route(self.port, b"%d" % descriptor, descriptor, P.peer, "key", life=life)
 
     @property
     def asked(self):
-        return [payload for address, payload in self.port.written if payload[:1] == PING]
+        return [payload for address, payload in self.port.written if payload[:1] == ASK_VOUCH]
+
+    def vouch(self, life=12, run="run", owner=P):
+        return number(life) + OwnLife(owner, run, 11).vouch(number(life))
 
     def close(self, route):
         del self.port.connections[route.descriptor]
@@ -65,10 +82,12 @@ def test_a_connection_of_the_same_life_or_of_a_peer_without_another_waits_for_no
 def test_an_elder_that_answers_stays_and_the_younger_is_told_before_it_is_cut_off(world):
     assert world.twins.holds_back(world.partner, world.younger, 0.0)
     assert world.twins.tick(0.1) == []
-    (ping,) = world.asked
-    world.elder.answered = int.from_bytes(ping[1:], "big")
+    assert world.asked == [ASK_VOUCH + number(12)]
+    world.twins.hear(world.elder, world.vouch())
     assert world.twins.tick(0.35) == []
-    assert world.port.written[-1] == (b"2", TWIN)
+    address, told = world.port.written[-1]
+    assert (address, told[:1]) == (b"2", TWIN)
+    assert OwnLife(P, "run", 12).is_another_there(told[1:])
     assert world.port.kicked == []
     assert world.twins.tick(0.6) == []
     assert world.port.kicked == [2]
@@ -76,9 +95,12 @@ def test_an_elder_that_answers_stays_and_the_younger_is_told_before_it_is_cut_of
     assert world.partner.routes[CONTROL] == [world.elder]
 
 
-def test_an_old_answer_is_none_and_a_silent_elder_is_asked_again_and_then_gone(world):
-    world.partner.pings = world.elder.answered = 7
+def test_what_is_no_answer_counts_for_none_and_a_silent_elder_is_asked_again_and_then_gone(world):
+    world.twins.hear(world.elder, world.vouch())  # before it was asked
     assert world.twins.holds_back(world.partner, world.younger, 0.0)
+    for body in (b"", number(12), world.vouch(13), world.vouch(run="other"), world.vouch(owner=ME)):
+        world.twins.hear(world.elder, body)
+    world.twins.hear(world.younger, world.vouch())  # by itself, which wants to be sent away
     times = [0.25 * turn for turn in range(int(ANSWER_S / 0.25))]
     assert all(world.twins.tick(now_s) == [] for now_s in times)
     assert len(world.asked) == ANSWER_S / ASK_EVERY_S
@@ -102,14 +124,61 @@ def test_an_elder_whose_connections_end_is_gone_at_once(world):
     assert world.twins.tick(0.25) == [world.younger]
 
 
-def test_one_liar_does_not_send_away_a_peer_that_others_have_let_in(world):
-    assert world.twins.told("p"), "nobody else has let it in"
-    for number in range(2):
-        other = world.table.partners[f"other {number}"] = Partner("other", Outbox(Pool()))
-        other.routes[CONTROL].append(world.route(10 + number, life=1))
-    assert not world.twins.told("p")
-    assert not world.twins.told("q")
-    assert world.twins.told("r")
+def test_a_life_vouches_for_another_one_and_never_against_itself_and_not_without_end(world):
+    world.twins.asked(world.partner, world.elder, number(7), 0.0)  # its own
+    assert world.port.written == []
+    for now_s in (1.0, 1.1, 2.0):
+        world.twins.asked(world.partner, world.elder, number(8), now_s)
+    first, second = (payload for _, payload in world.port.written)
+    assert first == second
+    assert first[:9] == VOUCH + number(8)
+    assert OwnLife(ME, "run", 8).is_another_there(first[9:])
+
+
+def test_only_ones_own_signature_of_this_very_life_sends_one_away(world):
+    mine = OwnLife(ME, "run", 6).vouch(number(7))
+    for lie in (b"", mine[:-1], OwnLife(P, "run", 6).vouch(number(7))):
+        assert not world.twins.told(lie)
+    assert not world.twins.told(OwnLife(ME, "run", 5).vouch(number(6))), "an earlier life's"
+    assert not world.twins.told(OwnLife(ME, "other", 6).vouch(number(7)))
+    assert world.twins.told(mine)
+
+
+def test_a_connection_that_waits_is_known_by_its_place(world):
+    world.twins.holds_back(world.partner, world.younger, 0.0)
+    assert world.twins.waiting(world.port, b"2") is world.younger
+    assert world.twins.waiting(world.port, b"1") is None
+    assert world.twins.waiting(Port(), b"2") is None
+
+
+class Coming:
+    """A message as libzmq hands it over."""
+
+    def __init__(self, message, descriptor):
+        self.buffer, self.descriptor = memoryview(message), descriptor
+
+    def get(self, which):
+        return "" if which == "User-Id" else self.descriptor
+
+
+def test_what_comes_on_a_connection_that_waits_is_passed_over_and_does_not_cut_it_off(world):
+    async def main():
+        handshakes = Handshakes(world.table, OwnLife(ME, "run", 7))
+        world.twins = handshakes.twins
+        receiver = Receiver(world.table, handshakes, None, None, RateLimit())
+        world.port.owner, world.younger.address = P.peer, None  # this peer has dialled it
+        assert world.twins.holds_back(world.partner, world.younger, 0.0)
+        receiver.on_frame(world.port, None, Coming(PING + number(1), 2))
+        assert world.port.kicked == []
+        world.port.lane = BULK
+        receiver.on_frame(world.port, None, Coming(FRAME + bytes(1000), 2))
+        assert world.younger.window.received == 1000, "the other side may send as much again"
+        world.port.kick(2, "it ends")
+        assert world.twins.tick(0.1) == []
+        receiver.on_frame(world.port, None, Coming(PING + number(1), 2))
+        assert world.port.kicked == [2, 2]
+
+    run_virtual(main())
 
 
 async def life_of(fleet, seed, life, sequence, told=None):

@@ -2,9 +2,9 @@
 
 import msgspec
 import pytest
+from worlds.peers import node_status
 from worlds.prepared import prepared
 
-from farflock.node.process.status import Status
 from farflock.node.run.invite import Invite, founder_of, mint
 from farflock.swarm.contact import Contact
 
@@ -42,24 +42,14 @@ def stopped(tmp_path):
         old = Invite(
             run, founder_of(PEER), (Contact(PEER, bytes(32), "127.0.0.1", 9, 9, 9),), "a run", 0
         )
-        status = Status(
-            pid=0,
+        status = node_status(
             run=run,
             peer=PEER,
             invite=mint(old),
             step=3,
             tokens=640,
             total_tokens=1280,
-            loss=None,
-            view=0,
             members=(PEER,),
-            is_member=True,
-            partners=(),
-            waits=(),
-            sent_bytes=0,
-            received_bytes=0,
-            unsure_rounds=0,
-            dropped={},
         )
         (folder / "status.json").write_bytes(msgspec.json.encode(status))
         return folder

@@ -5,8 +5,7 @@ import sys
 
 import msgspec
 import pytest
-
-from farflock.node.process.status import Status
+from worlds.peers import node_status
 
 pytestmark = pytest.mark.net
 
@@ -21,19 +20,7 @@ while True:  # signal.pause() would miss a signal that comes just before it
 
 
 def status_of(pid):
-    nothing = {
-        "members": (),
-        "partners": (),
-        "waits": (),
-        "dropped": {},
-        "loss": None,
-        "is_member": True,
-    }
-    numbers = dict.fromkeys(
-        ("step", "tokens", "total_tokens", "view", "sent_bytes", "received_bytes", "unsure_rounds"),
-        0,
-    )
-    return msgspec.json.encode(Status(pid=pid, run="r", peer="p", invite="i", **numbers, **nothing))
+    return msgspec.json.encode(node_status(pid=pid))
 
 
 @pytest.fixture

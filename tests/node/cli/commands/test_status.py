@@ -4,6 +4,7 @@ import json
 
 import msgspec
 import pytest
+from worlds.peers import node_status
 
 from farflock.node.assembly.learnt import LearntTerms, shown
 from farflock.node.cli.commands.status import _seen
@@ -13,24 +14,18 @@ from farflock.node.run.manifest import load
 from farflock.node.simulate.chaos_methods import ARMS
 from farflock.optimizers.method import RandomGroups
 
-STATUS = Status(
+STATUS = node_status(
     pid=1,
-    run="ab" * 16,
     peer="12D3KooWme",
-    invite="farflock:x",
     step=12,
     tokens=600,
     total_tokens=1200,
-    loss=None,
     view=3,
     members=("12D3KooWme", "12D3KooWother"),
-    is_member=True,
     partners=(PartnerStatus("12D3KooWother", "suspect", "direct", None),),
     waits=(Waiting("pairs", 5, ("12D3KooWother",), 4.2),),
     sent_bytes=1234567,
     received_bytes=10,
-    unsure_rounds=0,
-    dropped={},
 )
 
 
@@ -55,6 +50,16 @@ def test_status_says_where_outer_state_is_if_not_on_the_cpu(farflock, node):
     (node / "status.json").write_bytes(msgspec.json.encode(there))
     _, out, _ = farflock("status", "--folder", node)
     assert "outer state and exchanges: cuda:0, ecsq:98 on the CPU" in out
+
+
+def test_status_says_whom_a_node_serves(farflock, node):
+    served = PartnerStatus(
+        "12D3KooWother", "alive", "direct", 3.0, sent_bytes=3_400_000, relayed_bytes=1_000_000
+    )
+    there = msgspec.structs.replace(STATUS, partners=(served,))
+    (node / "status.json").write_bytes(msgspec.json.encode(there))
+    _, out, _ = farflock("status", "--folder", node)
+    assert "  ooWother  alive    direct    3 ms  sent 3.4 MB, forwarded 1.0 MB" in out
 
 
 def test_status_says_who_draws_the_same_data(farflock, node):
