@@ -7,8 +7,7 @@ BIN := .venv/bin
 READY := .venv/ready
 VIEW := .venv/view
 TORCH := $(shell grep '^torch==' constraints.txt)
-WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 # Fixed lists in a fixed order, with a second chance for what fails: docs/testing.md.
 JUDGE := OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python tests/judge.py
 COMMIT := $(shell git rev-parse HEAD 2>/dev/null || echo none)
