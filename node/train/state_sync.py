@@ -34,6 +34,7 @@ from farflock.swarm.peer.round_log import KeptRounds, traffic_of
 from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
 from farflock.swarm.peer.state_download import SILENT_S
+from farflock.swarm.protocol.exchange.streams import Cadence
 from farflock.swarm.tasks import cancel
 
 STATE = "state"  # the name under which a method's whole state is served
@@ -202,14 +203,20 @@ class StateSync:
         ]
         return [key for key in keys if key.stream not in busy]
 
+    def before(self, first: int) -> dict[str, int]:
+        """Return each stream's last round before `first`."""
+        streams = self._driver.streams
+        places = {each.key.stream: Cadence(each.key.round, each.stride) for each in streams}
+        return {name: cadence.upto(first - 1) for name, cadence in places.items()}
+
     async def adopt(
         self,
         timeout_s: float | None = None,
         downloaded: DownloadProgress = lambda here, total: None,
-        min_round: int = -1,
+        first: int = 0,
     ) -> None:
-        """Replace this node's state with the run's, after `min_round` or later; pending exchanges
-        and local work are lost.
+        """Replace this node's state with the run's, in which all rounds before `first` are; pending
+        exchanges and local work are lost.
 
         Without `timeout_s` it may take any time, as long as something comes; else raise
         `SnapshotUnavailable`. A snapshot with a wrong hash or for another model is discarded and
@@ -218,6 +225,7 @@ class StateSync:
         replica, stage = self._driver.replica, self._client.stage
         mine = await self._compute(self._beginning)
         landing, wrong = _Landing(self.spool.storage), 0
+        min_round = min(self.before(first).values(), default=-1)
         async with self._absent(), asyncio.timeout(timeout_s):
             while True:
                 # from an older round the log could not be followed to the present

@@ -39,6 +39,8 @@ from farflock.swarm.peer.round_log import (
     outcome,
     work_pin,
 )
+from farflock.swarm.protocol import axes
+from farflock.swarm.protocol.axes import Floor
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
 from farflock.swarm.protocol.exchange.bundles import BadBundle
 from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, last_bundles
@@ -184,6 +186,28 @@ class Rounds:
         """Return the first round that is not wholly here: a branch may begin with it, or later."""
         return max((state.whole + 1 for state in self._streams.values()), default=0)
 
+    def first_open(self, stage: int | None = None) -> int:
+        """Return the first round of the streams that change a stage (None: whole models) that is
+        not wholly here; 0 without such streams."""
+        states = [state for state in self._streams.values() if state.changes(stage)]
+        return min((state.whole + state.stream.cadence.stride for state in states), default=0)
+
+    def changes(self, stage: int | None = None) -> bool:
+        """True if there are streams that change a stage (None: whole models) here."""
+        return any(state.changes(stage) for state in self._streams.values())
+
+    def are_within(self, begins: Floor) -> bool:
+        """True if no state here is of later rounds than those before `begins`: a return may begin
+        there."""
+        streams = (state.stream for state in self._streams.values())
+        stages = {stream.stage for stream in streams if stream.wants == "all"}
+        return all(self.first_open(stage) <= axes.at(begins, stage) for stage in stages)
+
+    def are_before(self, begins: Floor) -> bool:
+        """True if nothing that this peer has of any stream is of a round from `begins` on."""
+        states = [state for state in self._streams.values() if state.stream.wants == "all"]
+        return all(state.whole < axes.at(begins, state.stream.stage) for state in states)
+
     def are_lost(self, stage: int | None = None) -> bool:
         """Return whether a round that `stage` needs next has left most logs."""
         states = self._streams.values()
@@ -207,21 +231,23 @@ class Rounds:
             default=-1,
         )
 
-    def rewind(self, first_round: int) -> None:
-        """Begin a branch or return with this round, forgetting what others decided without us from
-        it on.
+    def rewind(self, begins: Floor) -> None:
+        """Begin a branch or return with these rounds, forgetting what others decided without us
+        from them on.
 
         Open offers of this peer go into its rounds. Where a return begins with a state in which one
         stream is further than another, what that holds of it stays."""
-        self._open_rounds.rewind(first_round)
+        self._open_rounds.rewind(begins)
         for state in self._streams.values():
-            first = max(first_round, state.whole + 1)
+            first, looks_on = axes.at(begins, state.stream.stage), state.stream.wants != "all"
+            first = first if looks_on else max(first, state.whole + 1)
             self._log.rewind(state, first)
             state.forgotten = LogTruncation()
-            if state.newest >= first:
+            if state.newest >= first or looks_on:
                 state.newest = state.seen = state.stream.cadence.upto(first - 1)
                 last = state.entry(state.newest)
                 state.tokens = last.close.tokens if last is not None else state.opened_tokens
+                state.skipped = looks_on and last is None
 
     def _forget(self, state: StreamState | None) -> None:
         """Drop everything a stream held: a snapshot has replaced it."""
@@ -327,10 +353,11 @@ class OpenRounds:
             del self._machines[key]
             self._context.store.release(work_pin(key))
 
-    def rewind(self, first_round: int) -> None:
-        """Forget the machines of this round and of later ones."""
-        for key in [key for key in self._machines if key.round >= first_round]:
-            del self._machines[key]
+    def rewind(self, begins: Floor) -> None:
+        """Forget the machines of these rounds and of later ones."""
+        for key in list(self._machines):
+            if key.round >= axes.at(begins, self._streams[key.stream].stream.stage):
+                del self._machines[key]
 
     # events
 
