@@ -20,7 +20,7 @@ from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.process.assembling import assembled
 from farflock.node.process.network import MachineOptions, network
 from farflock.node.process.node_process import NodeProcess
-from farflock.node.process.pipeline_role import founders, joiners, kept_stages, last_of_part
+from farflock.node.process.pipeline_role import founders, joiners, last_of_part
 from farflock.node.process.room import with_room
 from farflock.node.process.run_data import data_in_place
 from farflock.node.process.run_text import fetch_text, inputs_of
@@ -166,10 +166,9 @@ async def _join(
                 with _answered(session.peer):
                     # a founder that rejoins trains as before
                     founded, peer = identity.peer == invite.founder, session.peer
-                    kept = kept_stages(machine.folder, pipeline)
                     records, role = session.recall(), machine.role
                     stage, trains = await joiners(
-                        role, pipeline, peer, records, JOIN_TIMEOUT_S, founded, kept
+                        role, pipeline, peer, records, JOIN_TIMEOUT_S, founded
                     )
                 links.record(role=role_of(stage))
             node = assembled(inputs, session, links, stage, trains, before=saved)

@@ -3,15 +3,10 @@
 By default a founder serves the first stage and trains; a joiner serves the stage of fewest servers.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from farflock.node.assembly.checkpoints import (
-    CheckpointManager,
-    folder_of,
-    last_of,
-    members_of,
-)
+from farflock.node.assembly.checkpoints import CheckpointManager, last_of, members_of
 from farflock.node.errors import Usage
 from farflock.node.machine import host_memory
 from farflock.node.model.device import Device
@@ -34,7 +29,6 @@ from farflock.node.run.memory import (
     require_stage_memory,
 )
 from farflock.node.run.terms import PipelinePlan, RunPlan
-from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
@@ -62,28 +56,21 @@ async def joiners(
     records: Sequence[bytes],
     timeout_s: float,
     founded: bool = False,
-    kept: Collection[int] = (),
 ) -> tuple[int, bool]:
     """Return a joiner's stage and whether it trains, like `founders`.
 
-    If the role leaves the stage open, it is the one that this key serves in the newest view, if the
-    state of that is `kept` here: after a power cut nobody else may have it. Otherwise a member
-    chooses (node/pipeline/lifecycle/reservations.py). A peer that `founded` the run with role auto
-    keeps training. Raise `TimeoutError` if no member answers."""
+    If the role leaves the stage open, it is the one that the newest view lists for this key: after
+    a power cut nobody else may have the state of that. For any other key a member chooses
+    (node/pipeline/lifecycle/reservations.py). A peer that `founded` the run with role auto keeps
+    training. Raise `TimeoutError` if no member answers."""
     if (named := _named(role, pipeline)) is not None:
         return named
     await peer.meet(records, timeout_s)
     trains, view = founded and role == "auto", peer.context.views.newest
     before = next((each.stage for each in view.members if each.peer == peer.me), NOTHING)
-    if before in kept:
+    if 0 <= before < len(pipeline.stages):
         return before, trains
     return await choose_stage(peer, len(pipeline.stages)), trains
-
-
-def kept_stages(folder: RunFolder, pipeline: PipelinePlan) -> list[int]:
-    """Return the stages of which a node's folder has checkpoints."""
-    folders = {stage: folder_of(folder, role_of(stage)) for stage in range(len(pipeline.stages))}
-    return [stage for stage, each in folders.items() if checkpoint.steps(each)]
 
 
 def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:

@@ -243,9 +243,11 @@ class Rounds:
             first = first if looks_on else max(first, state.whole + 1)
             self._log.rewind(state, first)
             state.forgotten = LogTruncation()
-            if state.newest >= first or looks_on:
-                state.newest = state.seen = state.stream.cadence.upto(first - 1)
-                last = state.entry(state.newest)
+            before = state.stream.cadence.upto(first - 1)
+            # who only looks on has no state that would be led on by rounds in between
+            if state.newest > before or (looks_on and state.newest < before):
+                state.newest = state.seen = before
+                last = state.entry(before)
                 state.tokens = last.close.tokens if last is not None else state.opened_tokens
                 state.skipped = looks_on and last is None
 

@@ -104,7 +104,7 @@ def test_a_status_can_be_read_back_and_names_the_peers_that_are_waited_for(tmp_p
 def test_it_says_for_whom_it_waits_while_its_view_cannot_decide(tmp_path, is_member):
     node = node_in(tmp_path, is_member=is_member)
     returning = node.member.peer.branching.returning
-    returning.awaited = ("12D3KooWabcdefgh",)
+    returning.awaited, returning.lacking = ("12D3KooWabcdefgh",), ()
     waits = "waits for abcdefgh, without whom the run's members cannot decide anything"
     assert StatusWriter(node).write().doing.endswith(f"; {waits}")
     returning.awaited, returning.is_open = (), True
