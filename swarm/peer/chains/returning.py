@@ -264,8 +264,8 @@ class Returning:
         self._context.lives[sender] = incarnation
         if self._roll is not None:
             self._roll.hear(Member(sender, incarnation, message.stage), message.held, now_s)
-        elif view.lists(self._context.me):
-            self._context.send(sender, self._answer(view))
+        elif view.lists(self._context.me):  # it decides: whoever asks takes the state as it comes
+            self._context.send(sender, Roll(view.hash, self._stage()))
 
     def _take_ask(self, sender: PeerId, incarnation: int, message: ReturnAsk) -> None:
         """Sign a return if it is as this peer sees it too."""
