@@ -220,6 +220,8 @@ class Returning:
         listed = view.index(self._context.me, self._context.incarnation) is not None
         if not listed or any(here.get(member.peer) != member for member in view.members):
             return False
+        if len(view.begins) != 1 + max(self.axes):
+            return False
         held = {each.axis: each for each in self._context.own.states()}
         return self._context.own.is_open and all(
             place in held and self._begins_here(view, held[place]) for place in self._mine()
