@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from farflock.node.assembly.coming_back import require_listed, settled
+from farflock.node.assembly.coming_back import settled
 from farflock.node.data.samples import Text
 from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.batches_ahead import ahead_of
@@ -28,7 +28,7 @@ from farflock.node.pipeline.lifecycle.end_copies import EndCopies
 from farflock.node.pipeline.lifecycle.features import frozen_embedding, stage_inputs
 from farflock.node.pipeline.lifecycle.first_weights import serve_first
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
-from farflock.node.pipeline.lifecycle.rebalancer import LifeOver, Rebalancer
+from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer, stay_on_chain
 from farflock.node.pipeline.lifecycle.reservations import reservations_of
 from farflock.node.pipeline.passes.edges import Edges, edges_of
 from farflock.node.pipeline.server.counting import STREAM as COUNTS
@@ -48,7 +48,7 @@ from farflock.optimizers.method import Exchange, RandomGroups
 from farflock.swarm.messages import HeldState, Load
 from farflock.swarm.peer.call_server import Handler
 from farflock.swarm.peer.peer import OpenWait, Peer
-from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
+from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.protocol import axes
 from farflock.swarm.protocol.allowance import Allowance
 from farflock.swarm.roles import EVERY, NOTHING, role_of
@@ -151,23 +151,13 @@ class PipelineNode:
         if self.evaluator is not None:
             self.evaluator.joins()
         comes = _Together(downloaded)
-        tasks = [asyncio.ensure_future(self._enter(b, comes.download())) for b in beginnings]
+        tasks = [asyncio.ensure_future(b.enter(comes.download())) for b in beginnings]
         try:
             await asyncio.gather(*tasks)
         finally:
             await cancel(*tasks)
         self.peer.context.own.is_open = True
         self.peer.ask_in()
-
-    async def _enter(self, beginning: StageStartup, downloaded: DownloadProgress) -> None:
-        """Let one stage begin where the run goes on."""
-        while (begins := await settled(self.peer)) is not None:
-            try:
-                place = axes.axis(beginning.serving.index)
-                return await beginning.come_back(begins[place], downloaded)
-            except SnapshotUnavailable as error:
-                require_listed(self.peer, error)
-        await beginning.join(downloaded)
 
     def _beginning(self, serving: StageNode) -> StageStartup:
         index = serving.index
@@ -302,7 +292,7 @@ class PipelineNode:
                 EndCopies(self.peer, each.index, each.loop.driver, each.state_sync, *known).run()
                 for each in self.servings
             ]
-        serve += [self.embedding.run(), self._stay_on_chain()]
+        serve += [self.embedding.run(), stay_on_chain(self.peer)]
         if self.evaluator is not None:
             serve += [self.evaluator.measure(), self.evaluator.record()]
         train = [serving.loop.run(ENDLESS) for serving in self.servings]
@@ -319,12 +309,6 @@ class PipelineNode:
                     task.result()  # a failed server ends this life of the node
         finally:
             await cancel(*tasks)
-
-    async def _stay_on_chain(self) -> None:
-        """Begin another life once the run goes on without the state that is here."""
-        while not self.peer.branching.adrift:  # noqa: ASYNC110 - it may change with each view
-            await asyncio.sleep(SETTLE_S / 10)
-        raise LifeOver("the run's members go on from another state")
 
     def _load(self, number: int) -> Load:
         """Return this server's load for rebalancing. A server that also trains reports no free

@@ -8,7 +8,7 @@ The code is the same in a process and in the simulator; long work goes through t
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +23,7 @@ from farflock.node.train.absence import STALL_S
 from farflock.node.train.driver import Apply, Driver, RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.held_state import OwnHeldState
-from farflock.optimizers.method import ExchangeKey, Result, State
+from farflock.optimizers.method import Exchange, ExchangeKey, Result, State
 from farflock.optimizers.parts.state import WrongState, counter, state_hash
 from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
@@ -203,12 +203,6 @@ class StateSync:
         ]
         return [key for key in keys if key.stream not in busy]
 
-    def before(self, first: int) -> dict[str, int]:
-        """Return each stream's last round before `first`."""
-        streams = self._driver.streams
-        places = {each.key.stream: Cadence(each.key.round, each.stride) for each in streams}
-        return {name: cadence.upto(first - 1) for name, cadence in places.items()}
-
     async def adopt(
         self,
         timeout_s: float | None = None,
@@ -225,7 +219,7 @@ class StateSync:
         replica, stage = self._driver.replica, self._client.stage
         mine = await self._compute(self._beginning)
         landing, wrong = _Landing(self.spool.storage), 0
-        min_round = min(self.before(first).values(), default=-1)
+        min_round = min(rounds_before(self._driver.streams, first).values(), default=-1)
         async with self._absent(), asyncio.timeout(timeout_s):
             while True:
                 # from an older round the log could not be followed to the present
@@ -421,6 +415,12 @@ class StateSync:
         for key in self._next_keys():
             state[NEXT + key.stream] = torch.tensor(key.round)
         return state | {MARK + name: torch.tensor(number) for name, number in self.marks.items()}
+
+
+def rounds_before(streams: Iterable[Exchange], first: int) -> dict[str, int]:
+    """Return the last round before `first` of each of these streams."""
+    cadences = {each.key.stream: Cadence(each.key.round, each.stride) for each in streams}
+    return {name: cadence.upto(first - 1) for name, cadence in cadences.items()}
 
 
 def _written(cut: Cut, made: Snapshot, storage: Storage) -> Snapshot:

@@ -186,28 +186,6 @@ class Rounds:
         """Return the first round that is not wholly here: a branch may begin with it, or later."""
         return max((state.whole + 1 for state in self._streams.values()), default=0)
 
-    def first_open(self, stage: int | None = None) -> int:
-        """Return the first round of the streams that change a stage (None: whole models) that is
-        not wholly here; 0 without such streams."""
-        states = [state for state in self._streams.values() if state.changes(stage)]
-        return min((state.whole + state.stream.cadence.stride for state in states), default=0)
-
-    def changes(self, stage: int | None = None) -> bool:
-        """True if there are streams that change a stage (None: whole models) here."""
-        return any(state.changes(stage) for state in self._streams.values())
-
-    def are_within(self, begins: Floor) -> bool:
-        """True if no state here is of later rounds than those before `begins`: a return may begin
-        there."""
-        streams = (state.stream for state in self._streams.values())
-        stages = {stream.stage for stream in streams if stream.wants == "all"}
-        return all(self.first_open(stage) <= axes.at(begins, stage) for stage in stages)
-
-    def are_before(self, begins: Floor) -> bool:
-        """True if nothing that this peer has of any stream is of a round from `begins` on."""
-        states = [state for state in self._streams.values() if state.stream.wants == "all"]
-        return all(state.whole < axes.at(begins, state.stream.stage) for state in states)
-
     def are_lost(self, stage: int | None = None) -> bool:
         """Return whether a round that `stage` needs next has left most logs."""
         states = self._streams.values()
@@ -239,17 +217,8 @@ class Rounds:
         stream is further than another, what that holds of it stays."""
         self._open_rounds.rewind(begins)
         for state in self._streams.values():
-            first, looks_on = axes.at(begins, state.stream.stage), state.stream.wants != "all"
-            first = first if looks_on else max(first, state.whole + 1)
-            self._log.rewind(state, first)
+            self._log.rewind(state, axes.at(begins, state.stream.stage))
             state.forgotten = LogTruncation()
-            before = state.stream.cadence.upto(first - 1)
-            # who only looks on has no state that would be led on by rounds in between
-            if state.newest > before or (looks_on and state.newest < before):
-                state.newest = state.seen = before
-                last = state.entry(before)
-                state.tokens = last.close.tokens if last is not None else state.opened_tokens
-                state.skipped = looks_on and last is None
 
     def _forget(self, state: StreamState | None) -> None:
         """Drop everything a stream held: a snapshot has replaced it."""

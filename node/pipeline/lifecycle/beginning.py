@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from msgspec.structs import replace
 
-from farflock.node.assembly.coming_back import VIEW
+from farflock.node.assembly.coming_back import VIEW, require_listed, settled
 from farflock.node.assembly.resume import Resumable, cursors_of, load_stage_state
 from farflock.node.pipeline.lifecycle.end_copies import find_copy
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
@@ -32,12 +32,12 @@ from farflock.node.reporting import Report
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.driver import RunPosition
-from farflock.node.train.state_sync import NEXT
+from farflock.node.train.state_sync import NEXT, rounds_before
 from farflock.optimizers.method import Exchange, ExchangeKey, RandomGroups, Result, Tensors
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.messages import HeldState
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot
+from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, SnapshotUnavailable
 from farflock.swarm.protocol.axes import axis
 from farflock.swarm.protocol.exchange.streams import Cadence
 from farflock.swarm.tasks import cancel
@@ -79,6 +79,16 @@ class StageStartup:
         checkpoint."""
         self._from_disk({}, 0)
         self.embedding.founded()
+
+    async def enter(self, downloaded: DownloadProgress) -> None:
+        """Begin where the run goes on, at a node that did not found it."""
+        peer = self.serving.peer
+        while (begins := await settled(peer)) is not None:
+            try:
+                return await self._come_back(begins[axis(self.serving.index)], downloaded)
+            except SnapshotUnavailable as error:
+                require_listed(peer, error)
+        await self.join(downloaded)
 
     async def join(self, downloaded: DownloadProgress) -> None:
         """Adopt the state of the stage's other servers; if there are none, start the stage over."""
@@ -133,7 +143,7 @@ class StageStartup:
     def _is_exact(self) -> bool:
         return self.serving.loop.driver.method.equality == "exact"
 
-    async def come_back(self, begins: HeldState, downloaded: DownloadProgress) -> None:
+    async def _come_back(self, begins: HeldState, downloaded: DownloadProgress) -> None:
         """Begin with the state with which a return begins: this node's own, if that is it, else
         another server's. Where servers' states differ, each has its own."""
         serving, kept = self.serving, self.serving.state_sync.held.kept()
@@ -147,7 +157,7 @@ class StageStartup:
         else:
             await serving.loop.compute(partial(load_stage_state, serving, self.saved))
             place = cursors_of(self.saved).place
-            rounds = place.rounds if is_same else serving.state_sync.before(begins.first)
+            rounds = place.rounds if is_same else rounds_before(self.templates, begins.first)
             self._begin(rounds, begins.tokens)
         await self.embedding.begun(anew=False)
         how = "its own state" if is_same or own else "another server's state"

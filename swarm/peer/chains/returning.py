@@ -11,6 +11,7 @@ from typing import Protocol
 from farflock.swarm.identity import Identity, verify
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import HeldState, ReturnAsk, ReturnMessage, ReturnSign, Roll
+from farflock.swarm.peer.chains import places
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.membership import Membership
 from farflock.swarm.peer.rounds import Rounds
@@ -129,7 +130,8 @@ class Returning:
     def _is_older(self, begins: HeldState) -> bool:
         """True if this peer's streams have begun with an older state."""
         stage = axes.stage_on(begins.axis)
-        return self._rounds.changes(stage) and begins.first > self._rounds.first_open(stage)
+        streams = self._rounds.streams
+        return places.changes(streams, stage) and begins.first > places.first_open(streams, stage)
 
     def _mine(self) -> tuple[int, ...]:
         """Return the axes of the states that this peer is to have: of the stages that it serves."""
@@ -231,9 +233,12 @@ class Returning:
         """True if a return begins with this state, and no later round is here."""
         place, stage = held.axis, axes.stage_on(held.axis)
         begins = axes.at(view.begins, stage)
-        if not self._rounds.changes(stage):  # in pairs each has a state and rounds of its own
+        if not places.changes(
+            self._rounds.streams, stage
+        ):  # in pairs each has a state and rounds of its own
             return held.first <= begins
-        mine = held.first, self._rounds.first_open(stage), held.state
+        first = places.first_open(self._rounds.streams, stage)
+        mine = held.first, first, held.state
         return mine == (begins, begins, view.state(place))
 
     def _sign(self, view: View) -> bytes:
