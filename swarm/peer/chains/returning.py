@@ -232,13 +232,10 @@ class Returning:
     def _begins_here(self, view: View, held: HeldState) -> bool:
         """True if a return begins with this state, and no later round is here."""
         place, stage = held.axis, axes.stage_on(held.axis)
-        begins = axes.at(view.begins, stage)
-        if not places.changes(
-            self._rounds.streams, stage
-        ):  # in pairs each has a state and rounds of its own
+        begins, streams = axes.at(view.begins, stage), self._rounds.streams
+        if not places.changes(streams, stage):  # in pairs each has a state and rounds of its own
             return held.first <= begins
-        first = places.first_open(self._rounds.streams, stage)
-        mine = held.first, first, held.state
+        mine = held.first, places.first_open(streams, stage), held.state
         return mine == (begins, begins, view.state(place))
 
     def _sign(self, view: View) -> bytes:
