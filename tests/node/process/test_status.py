@@ -56,7 +56,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
         pairing=SimpleNamespace(unsure_rounds=0),
         rounds=SimpleNamespace(slowness=SimpleNamespace(named=lambda members: {"other": "line"})),
         snapshots=SimpleNamespace(coming=None),
-        branching=SimpleNamespace(returning=SimpleNamespace(awaited=(), is_open=False)),
+        branching=SimpleNamespace(returning=SimpleNamespace(awaited=(), lacking=(), is_open=False)),
     )
     part = SimpleNamespace(
         peer=peer,
