@@ -102,7 +102,7 @@ async def test_a_return_begins_with_the_newest_state_that_anyone_holds(herd):
     await are_back(herd, 0, 1, 2)
     (made,) = herd.check_returns()
     assert made.first_round == 5
-    assert made.state == herd.by_view[herd.nodes[1].peer.context.views.at(4).hash, 4][3]
+    assert made.state() == herd.by_view[herd.nodes[1].peer.context.views.at(4).hash, 4][3]
 
 
 @homes(3)
