@@ -172,6 +172,7 @@ def test_all_come_back_after_a_power_cut_and_each_stage_goes_on_from_its_newest_
 def test_a_survivor_of_a_pipeline_gives_up_nothing_and_the_others_go_on_from_there():
     async def work(made):
         made.cut(*((number, 5.0) for number in (0, 1, 2, 3, 5)))
+        del made.disks[1].saved[1]  # the other server of its stage may have saved a later round
         survivor = made.nodes[4].serving
         at = last_round(survivor)
         await made.rounds(at + 4)
