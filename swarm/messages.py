@@ -25,6 +25,7 @@ MAX_CODECS = 16  # readable by one peer
 MAX_RECORD_BYTES = 4096
 MAX_HEAD_BYTES = 512  # of a run, with its signature (node/run/head.py)
 MAX_STAGES = 1024
+MAX_HELD = 128  # states that one peer holds: a full replica has that of each stage
 MAX_LOSS = 1e6  # in nats a token or bits a byte
 MAX_EVALUATIONS = 256  # that a peer keeps, and that one message has
 MAX_SAMPLE_CHARS = 400
@@ -515,21 +516,23 @@ class BranchSign(_Message, frozen=True, tag="branch"):
 
 class HeldState(msgspec.Struct, frozen=True, array_like=True):
     """The state that a peer has: the first round that is not in it, its hash if all members' are
-    equal, the run's agreed tokens, and the view of the last round in it (empty: none is)."""
+    equal, the run's agreed tokens, and the view of the last round in it (empty: none is). Of a
+    whole model (`axis` 0), or of the stage on this axis (swarm/protocol/axes.py)."""
 
     first: Count
     state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     tokens: Count = 0
     under: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    axis: Annotated[int, msgspec.Meta(ge=0, le=MAX_STAGES)] = 0
 
 
 class Roll(_Message, frozen=True, tag="roll"):
     """From a key of a view that may have no quorum any more: the newest view that it knows, the
-    stage that it would serve, and what it holds."""
+    stage that it would serve, and the states that it holds, of one axis each."""
 
     view: Digest
     stage: Annotated[int, msgspec.Meta(ge=-3, lt=MAX_STAGES)]
-    held: HeldState | None = None
+    held: Annotated[tuple[HeldState, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
 
 
 class ReturnAsk(_Message, frozen=True, tag="return?"):

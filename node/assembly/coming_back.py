@@ -1,7 +1,7 @@
 """A peer comes back to its run with what its folder kept: it goes on from its own state where that
 is where the run goes on, and else takes another's.
 
-`swarm/peer/branching.py` makes the return, if all keys of the newest view come back.
+`swarm/peer/chains/returning.py` makes the return, if all keys of the newest view come back.
 """
 
 import logging
@@ -12,7 +12,8 @@ from farflock.node.errors import RefusedByRun
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.driver import RunPosition
 from farflock.node.train.state_sync import StateSync
-from farflock.swarm.links import PeerId
+from farflock.swarm.messages import HeldState
+from farflock.swarm.peer.chains.returning import Returning
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
 
@@ -39,35 +40,51 @@ async def come_back(
     """Take up the run's state once it is known where the run goes on. A peer whose key the newest
     view lists waits for the others as long as it has patience; raise `RefusedByRun` then, and
     `SnapshotUnavailable` for any other peer once nothing of the state comes any more."""
-    said: tuple[PeerId, ...] = ()
-
-    def tell(awaited: tuple[PeerId, ...]) -> None:
-        nonlocal said
-        if awaited and awaited != said:
-            log.info("%s", waits_for(awaited))
-        said = awaited
-
     while True:
-        try:
-            begins = await peer.branching.returning.settled(tell)
-        except TimeoutError:
-            raise RefusedByRun(
-                "the run's members have not come back", waits_for(said), "start them too"
-            ) from None
-        place = None if begins is None else state.held.place_in(begins)
+        begins = await settled(peer)
+        place = None if begins is None else state.held.place_in(begins[0])
         if place is not None:
             state.open(place.rounds, place.agreed_tokens)
             return
         try:
-            await state.adopt(None, downloaded, -1 if begins is None else begins.first - 1)
+            await state.adopt(None, downloaded, 0 if begins is None else begins[0].first)
             return
         except SnapshotUnavailable as error:
-            if not peer.context.views.newest.lists(peer.me):
-                raise
-            log.info("the run's state is waited for: %s", error)
+            require_listed(peer, error)
 
 
-def waits_for(awaited: tuple[PeerId, ...]) -> str:
-    """Return a phrase about the keys without which nothing can be decided."""
-    whom = ", ".join(peer[-8:] for peer in awaited) or "an answer of the others"
-    return f"waits for {whom}, without whom the run's members cannot decide anything"
+async def settled(peer: Peer) -> dict[int, HeldState] | None:
+    """Wait until it is known where the run goes on: from these states, by axis, or (None) where its
+    members are. Say for whom this peer waits; raise `RefusedByRun` at the end of its patience."""
+    returning, said = peer.branching.returning, ""
+
+    def tell() -> None:
+        nonlocal said
+        if (words := waits_for(returning)) and words != said:
+            log.info("%s", words)
+        said = words or said
+
+    try:
+        return await returning.settled(tell)
+    except TimeoutError:
+        why = said or "nobody answers"
+        raise RefusedByRun("the run's members have not come back", why, "start them too") from None
+
+
+def require_listed(peer: Peer, error: SnapshotUnavailable) -> None:
+    """Raise the error again unless the newest view lists this peer's key: that waits for others."""
+    if not peer.context.views.newest.lists(peer.me):
+        raise error
+    log.info("the run's state is waited for: %s", error)
+
+
+def waits_for(returning: Returning) -> str | None:
+    """Return a phrase about the keys, or the stages' states, without which nothing can be decided;
+    None if there is nothing to wait for."""
+    if awaited := returning.awaited:
+        whom = ", ".join(peer[-8:] for peer in awaited)
+        return f"waits for {whom}, without whom the run's members cannot decide anything"
+    if stages := returning.lacking:
+        which = ", ".join(map(str, stages))
+        return f"waits for the state of stage {which}, which no member here has"
+    return None

@@ -54,7 +54,8 @@ class Session:
         self.waits_for_room = True  # in a full run, until a member leaves
         self.silent = False  # no other member stays, so there is nobody to say goodbye to
         self.peer.membership.admission.on_full = self._say_full
-        self._is_in = False
+        self._is_in = self._is_recalled = False
+        self._records: list[bytes] = []
         self._helpers: list[asyncio.Task[None]] = []
         if world.addresses is not None:
             world.addresses.changed = self.peer.membership.book.renew
@@ -85,9 +86,16 @@ class Session:
     ) -> None:
         """Bring a part into the run of others, once there is room and it has the state; raise what
         the part raises, such as `TimeoutError`, if no member answers."""
-        records = (*self.known.records, *self._keep_views(recall=True))
-        await part.join(records, timeout_s, downloaded)
+        await part.join(self.recall(), timeout_s, downloaded)
         self._stay()
+
+    def recall(self) -> list[bytes]:
+        """Begin with the views of this peer's last life in its folder, once; return the records of
+        members that are known."""
+        if not self._is_recalled:
+            self._is_recalled, before = True, self._keep_views(recall=True)
+            self._records = [*self.known.records, *before]
+        return self._records
 
     async def resume(self, part: Part[SavedT], saved: SavedT) -> None:
         """Start the run again, which no other peer has kept, where this node stopped."""
@@ -96,11 +104,10 @@ class Session:
         self._stay()
 
     def _keep_views(self, *, recall: bool = False) -> list[bytes]:
-        """Keep the views in this peer's folder from now on, in a run that can come back (of stages
-        none can yet); begin with those of its last life there to `recall` them. Return the records
-        of other members of that life."""
+        """Keep the views in this peer's folder from now on; begin with those of its last life there
+        to `recall` them. Return the records of other members of that life."""
         folder, records = self.world.files.folder, list[bytes]()
-        if folder is None or self.known.manifest.pipeline is not None:
+        if folder is None:
             return records
         kept = KeptViews(folder.views)
         if recall and (before := kept.read(self.known.run)) is not None:

@@ -15,7 +15,8 @@ class SwarmStatus:
     """The swarm as this peer sees it now; `str` of it says so in one sentence.
 
     `members` includes this peer; `sent_bytes` and `received_bytes` are all its traffic so far;
-    `waits_for` are the members from which it waits for its part of an exchange."""
+    `waits_for` are the members from which it waits for its part of an exchange, and `unheard` those
+    that have been silent: they stay members until the others agree on a change."""
 
     peer: str = ""
     members: tuple[str, ...] = ()
@@ -23,14 +24,17 @@ class SwarmStatus:
     sent_bytes: int = 0
     received_bytes: int = 0
     waits_for: tuple[str, ...] = ()
+    unheard: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the status in words."""
         others = _named([member for member in self.members if member != self.peer])
+        silent = f"; nothing is heard of {_named(self.unheard)}" if self.unheard else ""
         return (
             f"{_counted(len(self.members), 'member')} (this peer{others and ', ' + others}); "
             f"{_round_words(self.last_round)}; {_size(self.sent_bytes)} sent, "
             f"{_size(self.received_bytes)} received; waits for {_named(self.waits_for) or 'nobody'}"
+            f"{silent}"
         )
 
 
@@ -40,7 +44,10 @@ def status_of(
     """Return the status of a peer that has these open waits."""
     sent, received = peer.context.links.total_bytes()
     whom = {member for wait in waits for member in wait.whom}
-    return SwarmStatus(peer.me, members, last_round, sent, received, tuple(sorted(whom)))
+    others = (member for member in members if member != peer.me)
+    silent = [each for each in others if peer.context.life(each) in ("suspect", "dead")]
+    waited, unheard = tuple(sorted(whom)), tuple(silent)
+    return SwarmStatus(peer.me, members, last_round, sent, received, waited, unheard)
 
 
 def _round_words(last: RoundReport | None) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from farflock.node.assembly.coming_back import settled
 from farflock.node.data.samples import Text
 from farflock.node.data.shard_order import SampleStream
 from farflock.node.model.batches_ahead import ahead_of
@@ -27,7 +28,7 @@ from farflock.node.pipeline.lifecycle.end_copies import EndCopies
 from farflock.node.pipeline.lifecycle.features import frozen_embedding, stage_inputs
 from farflock.node.pipeline.lifecycle.first_weights import serve_first
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
-from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer
+from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer, stay_on_chain
 from farflock.node.pipeline.lifecycle.reservations import reservations_of
 from farflock.node.pipeline.passes.edges import Edges, edges_of
 from farflock.node.pipeline.server.counting import STREAM as COUNTS
@@ -44,10 +45,11 @@ from farflock.node.train.evaluation_watch import EvaluationWatch, go_on
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange, RandomGroups
-from farflock.swarm.messages import Load
+from farflock.swarm.messages import HeldState, Load
 from farflock.swarm.peer.call_server import Handler
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
+from farflock.swarm.protocol import axes
 from farflock.swarm.protocol.allowance import Allowance
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.tasks import cancel
@@ -83,6 +85,7 @@ class PipelineNode:
         self.exchanges = StageExchanges(plan, pipeline)
         self._began_s = 0.0
         stages, serves_all = range(len(pipeline.stages)), stage == EVERY
+        peer.branching.returning.axes = tuple(map(axes.axis, stages))
         self._streams = {index: self.exchanges.stream(index) for index in stages}
         self.embedding = self._frozen_embedding()
         assembly = Assembly(plan, pipeline, peer, means, self.edges, serves_all, self.embedding)
@@ -113,11 +116,12 @@ class PipelineNode:
     def found(self) -> None:
         """Start the run: this node's initial weights of its stages become the run's."""
         self.peer.found()
-        self._look_on()
+        self._look_on({})
         if self.evaluator is not None:
             self.evaluator.founds()
         for serving in self.servings:
             self._beginning(serving).found()
+        self.peer.context.own.is_open = True
 
     async def resume(self, saved: Checkpoint) -> None:
         """Start the run again: each stage loads its own checkpoint by itself."""
@@ -133,21 +137,26 @@ class PipelineNode:
         """Join through the members whose `records` are given, which answer within `timeout_s`, and
         get each served stage's state.
 
-        The state is downloaded from a peer that has it; otherwise the stage starts over. A full
+        The state is downloaded from a peer that has it; otherwise the stage starts over. If all
+        members come back, each stage goes on from the newest state that any of them kept. A full
         replica does this for all stages at once: a stage that waited for the others would fall
         behind."""
         await self.peer.meet(list(records), timeout_s)
         await self.peer.membership.admission.find_room()
-        self._look_on()
+        beginnings = [self._beginning(serving) for serving in self.servings]
+        if self.peer.context.views.newest.lists(self.peer.me):
+            for beginning in beginnings:
+                await beginning.recall()
+        self._look_on(await settled(self.peer) or {})
         if self.evaluator is not None:
             self.evaluator.joins()
         comes = _Together(downloaded)
-        beginnings = [self._beginning(serving).join(comes.download()) for serving in self.servings]
-        tasks = [asyncio.ensure_future(beginning) for beginning in beginnings]
+        tasks = [asyncio.ensure_future(b.enter(comes.download())) for b in beginnings]
         try:
             await asyncio.gather(*tasks)
         finally:
             await cancel(*tasks)
+        self.peer.context.own.is_open = True
         self.peer.ask_in()
 
     def _beginning(self, serving: StageNode) -> StageStartup:
@@ -167,18 +176,18 @@ class PipelineNode:
             embedding=embedding,
         )
 
-    def _look_on(self) -> None:
+    def _look_on(self, begins: Mapping[int, HeldState]) -> None:
         for index in self._others:
-            self._open_as_onlooker(index)
+            self._open_as_onlooker(index, begins.get(axes.axis(index), HeldState(0)))
         weights, means = self.means.weights, self.means
         if weights is not None:
             serve_first(self.peer, weights, self.pipeline, self._others, means.compute, means.spool)
 
-    def _open_as_onlooker(self, index: int) -> None:
+    def _open_as_onlooker(self, index: int, begins: HeldState = HeldState(0)) -> None:  # noqa: B008 - it cannot change
         exchange_client = ExchangeClient(self.peer, self.plan.run_seed, index)
         for number, template in enumerate(self.exchanges.templates(index)):
             if not isinstance(template.group, RandomGroups):  # pairs decide alone
-                exchange_client.look_on(template, noted=not number)
+                exchange_client.look_on(template, begins.first - 1, begins.tokens, noted=not number)
 
     # status
 
@@ -285,7 +294,7 @@ class PipelineNode:
                 EndCopies(self.peer, each.index, each.loop.driver, each.state_sync, *known).run()
                 for each in self.servings
             ]
-        serve.append(self.embedding.run())
+        serve += [self.embedding.run(), stay_on_chain(self.peer)]
         if self.evaluator is not None:
             serve += [self.evaluator.measure(), self.evaluator.record()]
         train = [serving.loop.run(ENDLESS) for serving in self.servings]

@@ -167,8 +167,9 @@ async def _join(
                 with _answered(session.peer):
                     # a founder that rejoins trains as before
                     founded, peer = identity.peer == known.founder, session.peer
+                    records, role = session.recall(), machine.role
                     stage, trains = await joiners(
-                        machine.role, pipeline, peer, known.records, JOIN_TIMEOUT_S, founded
+                        role, pipeline, peer, records, JOIN_TIMEOUT_S, founded
                     )
                 links.record(role=role_of(stage))
             node = assembled(inputs, session, links, stage, trains, before=saved)

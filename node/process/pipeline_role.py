@@ -59,13 +59,18 @@ async def joiners(
 ) -> tuple[int, bool]:
     """Return a joiner's stage and whether it trains, like `founders`.
 
-    If the role leaves the stage open, a member chooses it
+    If the role leaves the stage open, it is the one that the newest view lists for this key: after
+    a power cut nobody else may have the state of that. For any other key a member chooses
     (node/pipeline/lifecycle/reservations.py). A peer that `founded` the run with role auto keeps
     training. Raise `TimeoutError` if no member answers."""
     if (named := _named(role, pipeline)) is not None:
         return named
     await peer.meet(records, timeout_s)
-    return await choose_stage(peer, len(pipeline.stages)), founded and role == "auto"
+    trains, view = founded and role == "auto", peer.context.views.newest
+    before = next((each.stage for each in view.members if each.peer == peer.me), NOTHING)
+    if 0 <= before < len(pipeline.stages):
+        return before, trains
+    return await choose_stage(peer, len(pipeline.stages)), trains
 
 
 def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:

@@ -66,8 +66,8 @@ class StatusWriter:
             coming, is_full = peer.snapshots.coming, peer.membership.admission.is_full
             if (coming is not None or is_full) and peer.context.chain is not None:
                 self._put(joining(self._node, coming))
-            elif awaited := peer.branching.returning.awaited:
-                found = status_of(self._node, waits_for(awaited))
+            elif words := waits_for(peer.branching.returning):
+                found = status_of(self._node, words)
                 self._put(msgspec.structs.replace(found, loss=None, is_member=False))
             await asyncio.sleep(STATUS_EVERY_S)
 
@@ -197,11 +197,11 @@ def _doing(node: "NodeProcess") -> str:
         does += f" with at most {limits}"
     if trouble := node.session.world.trouble():
         does += f", without the run's directory ({trouble})"
-    awaited = part.peer.branching.returning.awaited
+    waits = waits_for(part.peer.branching.returning)
     if part.peer.membership.is_member:
-        return f"{does}; {waits_for(awaited)}" if awaited else does
-    if awaited:
-        return f"{does}, but counts as no member; {waits_for(awaited)}"
+        return f"{does}; {waits}" if waits else does
+    if waits:
+        return f"{does}, but counts as no member; {waits}"
     if part.peer.branching.returning.is_open:
         return f"{does}; counts as a member once all members have signed their return"
     if part.peer.membership.admission.is_full:

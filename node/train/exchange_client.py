@@ -154,11 +154,13 @@ class ExchangeClient:
         applied."""
         self.peer.open(self._stream(template, noted), after_round, tokens)
 
-    def look_on(self, template: Exchange, *, noted: bool = False) -> str:
-        """Open a stream of a stage that other peers serve, to vote and to read notes; return its
-        name."""
+    def look_on(
+        self, template: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False
+    ) -> str:
+        """Open a stream of a stage that other peers serve, to vote and to read notes after a round;
+        return its name."""
         stream = self._stream(template, noted)
-        self.peer.open(replace(stream, wants="last" if noted else "none"))
+        self.peer.open(replace(stream, wants="last" if noted else "none"), after_round, tokens)
         return stream.name
 
     def run_s(self) -> float:

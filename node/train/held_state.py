@@ -10,7 +10,8 @@ from farflock.optimizers.method import RandomGroups, State
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.compute import Compute
 from farflock.swarm.messages import HeldState
-from farflock.swarm.peer.context import OwnState, PeerContext
+from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.protocol.axes import axis
 
 
 class OwnHeldState:
@@ -31,30 +32,41 @@ class OwnHeldState:
         # What this node holds, once it is hashed, and the rounds with which it was.
         self._held, self._held_at = HeldState(0), dict[str, int]()
         self._is_hashing = False
+        self.axis = axis(stage)
 
     def open(self) -> None:
         """Tell the others from now on what is here, as the streams have begun with it."""
-        self._context.own = OwnState(lambda: self._driver.tokens, self._now, is_open=True)
+        own = self._context.own
+        own.held[self.axis] = self._now
+        if self._stage is None:  # a node that serves stages is open once all of them are
+            own.tokens, own.is_open = lambda: self._driver.tokens, True
 
     async def recall(self, place: RunPosition, under: bytes) -> None:
         """Note that the method has the state of this node's last life, from this position, whose
         last round belonged to the view of this hash."""
         self._driver.begin(place.rounds, place.agreed_tokens)
         self._held, self._held_at = await self._compute(self._hashed)
-        mine = replace(self._held, under=under if self._held.first else b"")
-        self._context.own.held = lambda: mine
+        self.remember(replace(self._held, under=under if self._held.first else b""))
+
+    def remember(self, held: HeldState) -> None:
+        """Note what this node held in its last life."""
+        self._context.own.held[self.axis] = lambda: held
 
     def place_in(self, begins: HeldState) -> RunPosition | None:
         """Return the position of the state of the last life if a return that begins so may go on
         from that here, else None. In pairs each peer's state may, but for that before the first
         round."""
         own, streams = self._context.own, self._driver.streams
-        held = None if own.is_open else own.held()
+        held = None if own.is_open else self.kept()
         if held is None:
             return None
         paired = bool(streams) and all(isinstance(each.group, RandomGroups) for each in streams)
         is_same = (held.first, held.state) == (begins.first, begins.state)
         return self._driver.position if is_same or (paired and held.first > 0) else None
+
+    def kept(self) -> HeldState | None:
+        """Return what this node holds, as far as that is known."""
+        return self._context.own.held.get(self.axis, lambda: None)()
 
     @property
     def under(self) -> bytes:
@@ -87,4 +99,5 @@ class OwnHeldState:
         position = self._driver.position
         is_exact = self._driver.method.equality == "exact"
         state = state_hash(self._read()) if is_exact else b""
-        return HeldState(self._first_open(), state, position.agreed_tokens), position.rounds
+        held = HeldState(self._first_open(), state, position.agreed_tokens, axis=self.axis)
+        return held, position.rounds

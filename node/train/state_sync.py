@@ -8,7 +8,7 @@ The code is the same in a process and in the simulator; long work goes through t
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +23,7 @@ from farflock.node.train.absence import STALL_S
 from farflock.node.train.driver import Apply, Driver, RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.held_state import OwnHeldState
-from farflock.optimizers.method import ExchangeKey, Result, State
+from farflock.optimizers.method import Exchange, ExchangeKey, Result, State
 from farflock.optimizers.parts.state import WrongState, counter, state_hash
 from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
@@ -34,6 +34,7 @@ from farflock.swarm.peer.round_log import KeptRounds, traffic_of
 from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
 from farflock.swarm.peer.state_download import SILENT_S
+from farflock.swarm.protocol.exchange.streams import Cadence
 from farflock.swarm.tasks import cancel
 
 STATE = "state"  # the name under which a method's whole state is served
@@ -206,10 +207,10 @@ class StateSync:
         self,
         timeout_s: float | None = None,
         downloaded: DownloadProgress = lambda here, total: None,
-        min_round: int = -1,
+        first: int = 0,
     ) -> None:
-        """Replace this node's state with the run's, after `min_round` or later; pending exchanges
-        and local work are lost.
+        """Replace this node's state with the run's, in which all rounds before `first` are; pending
+        exchanges and local work are lost.
 
         Without `timeout_s` it may take any time, as long as something comes; else raise
         `SnapshotUnavailable`. A snapshot with a wrong hash or for another model is discarded and
@@ -218,6 +219,7 @@ class StateSync:
         replica, stage = self._driver.replica, self._client.stage
         mine = await self._compute(self._beginning)
         landing, wrong = _Landing(self.spool.storage), 0
+        min_round = min(rounds_before(self._driver.streams, first).values(), default=-1)
         async with self._absent(), asyncio.timeout(timeout_s):
             while True:
                 # from an older round the log could not be followed to the present
@@ -413,6 +415,12 @@ class StateSync:
         for key in self._next_keys():
             state[NEXT + key.stream] = torch.tensor(key.round)
         return state | {MARK + name: torch.tensor(number) for name, number in self.marks.items()}
+
+
+def rounds_before(streams: Iterable[Exchange], first: int) -> dict[str, int]:
+    """Return the last round before `first` of each of these streams."""
+    cadences = {each.key.stream: Cadence(each.key.round, each.stride) for each in streams}
+    return {name: cadence.upto(first - 1) for name, cadence in cadences.items()}
 
 
 def _written(cut: Cut, made: Snapshot, storage: Storage) -> Snapshot:

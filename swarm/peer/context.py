@@ -26,12 +26,18 @@ MAX_GIVEN_UP = 8 * MAX_TRAIL  # the kept views of 8 chains
 
 @dataclass(slots=True)
 class OwnState:
-    """The state of this peer, as it tells others: the run's tokens, used where no round agrees on
-    them, and what it holds, if anything. It `is_open` once its streams have begun with that."""
+    """The states of this peer, as it tells others: the run's tokens, used where no round agrees on
+    them, and what it holds on each axis, once that is known. It `is_open` once all its streams have
+    begun with that."""
 
     tokens: Callable[[], int] = lambda: 0
-    held: Callable[[], HeldState | None] = lambda: None
+    held: dict[int, Callable[[], HeldState | None]] = field(default_factory=dict)
     is_open: bool = False
+
+    def states(self) -> tuple[HeldState, ...]:
+        """Return the states that are known."""
+        found = (known() for known in self.held.values())
+        return tuple(each for each in found if each is not None)
 
 
 @dataclass(slots=True)

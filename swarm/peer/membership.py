@@ -72,7 +72,7 @@ class Membership:
     def branch(self) -> tuple[str, int] | None:
         """The (name, first round) of this peer's branch; None on the run's main chain."""
         view = self._context.chain.branch if self._context.chain else None
-        return None if view is None else (view.hash.hex()[:8], view.first_round)
+        return None if view is None else (view.hash.hex()[:8], max(view.begins))
 
     def found(self) -> None:
         """Start the run: view 0 has this peer as its only member."""

@@ -22,8 +22,8 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import Key, Message, Offer
 from farflock.swarm.peer.absences import Absences
-from farflock.swarm.peer.branching import Branching
 from farflock.swarm.peer.calls import Calls
+from farflock.swarm.peer.chains.branching import Branching
 from farflock.swarm.peer.codec_offers import CodecOffers
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.data_holders import DataHolders

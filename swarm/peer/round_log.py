@@ -214,6 +214,19 @@ class RoundLog:
             self._context.store.release(Key(state.stream.name, number))
 
     def rewind(self, state: StreamState, first_round: int) -> None:
+        """Let a stream go on with this round, or with the first that is not in the state here."""
+        looks_on = state.stream.wants != "all"
+        first = first_round if looks_on else max(first_round, state.whole + 1)
+        self._forget(state, first)
+        before = state.stream.cadence.upto(first - 1)
+        # who only looks on has no state that would be led on by rounds in between
+        if state.newest > before or (looks_on and state.newest < before):
+            state.newest = state.seen = before
+            last = state.entry(before)
+            state.tokens = last.close.tokens if last is not None else state.opened_tokens
+            state.skipped = looks_on and last is None
+
+    def _forget(self, state: StreamState, first_round: int) -> None:
         """Forget the rounds from `first_round` on."""
         for number in [number for number in state.old_log if number >= first_round]:
             state.old_log_bytes -= _size_bytes(state, state.old_log.pop(number))

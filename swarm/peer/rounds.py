@@ -39,6 +39,8 @@ from farflock.swarm.peer.round_log import (
     outcome,
     work_pin,
 )
+from farflock.swarm.protocol import axes
+from farflock.swarm.protocol.axes import Floor
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
 from farflock.swarm.protocol.exchange.bundles import BadBundle
 from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, last_bundles
@@ -207,21 +209,16 @@ class Rounds:
             default=-1,
         )
 
-    def rewind(self, first_round: int) -> None:
-        """Begin a branch or return with this round, forgetting what others decided without us from
-        it on.
+    def rewind(self, begins: Floor) -> None:
+        """Begin a branch or return with these rounds, forgetting what others decided without us
+        from them on.
 
         Open offers of this peer go into its rounds. Where a return begins with a state in which one
         stream is further than another, what that holds of it stays."""
-        self._open_rounds.rewind(first_round)
+        self._open_rounds.rewind(begins)
         for state in self._streams.values():
-            first = max(first_round, state.whole + 1)
-            self._log.rewind(state, first)
+            self._log.rewind(state, axes.at(begins, state.stream.stage))
             state.forgotten = LogTruncation()
-            if state.newest >= first:
-                state.newest = state.seen = state.stream.cadence.upto(first - 1)
-                last = state.entry(state.newest)
-                state.tokens = last.close.tokens if last is not None else state.opened_tokens
 
     def _forget(self, state: StreamState | None) -> None:
         """Drop everything a stream held: a snapshot has replaced it."""
@@ -327,10 +324,11 @@ class OpenRounds:
             del self._machines[key]
             self._context.store.release(work_pin(key))
 
-    def rewind(self, first_round: int) -> None:
-        """Forget the machines of this round and of later ones."""
-        for key in [key for key in self._machines if key.round >= first_round]:
-            del self._machines[key]
+    def rewind(self, begins: Floor) -> None:
+        """Forget the machines of these rounds and of later ones."""
+        for key in list(self._machines):
+            if key.round >= axes.at(begins, self._streams[key.stream].stream.stage):
+                del self._machines[key]
 
     # events
 

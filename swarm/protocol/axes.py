@@ -20,6 +20,11 @@ def axis(stage: int | None) -> int:
     return 0 if stage is None else 1 + stage
 
 
+def stage_on(place: int) -> int | None:
+    """Return the stage of a place in a floor (None: whole models)."""
+    return place - 1 if place else None
+
+
 def at(floor: Floor, stage: int | None) -> int:
     """Return the round on one axis."""
     place = axis(stage)
@@ -29,6 +34,11 @@ def at(floor: Floor, stage: int | None) -> int:
 def highest(first: Floor, second: Floor) -> Floor:
     """Return the higher of both floors, axis by axis."""
     return tuple(max(pair) for pair in itertools.zip_longest(first, second, fillvalue=0))
+
+
+def lowest(first: Floor, second: Floor) -> Floor:
+    """Return the lower of both floors, axis by axis."""
+    return tuple(min(pair) for pair in itertools.zip_longest(first, second, fillvalue=0))
 
 
 def reaches(floor: Floor, min_floor: Floor) -> bool:

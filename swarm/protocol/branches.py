@@ -7,10 +7,12 @@ meet, one is given up whole: two logs are never merged (docs/decisions/007-branc
 Sans I/O, pure. swarm/protocol/views.py defines what a branch is and who must sign it.
 """
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from farflock.swarm.links import PeerId
+from farflock.swarm.protocol.axes import Floor, lowest
 from farflock.swarm.protocol.views import (
     BadView,
     Certified,
@@ -154,13 +156,15 @@ def is_stronger(their_tokens: int, my_tokens: int, fork: Fork) -> bool:
     return (their_tokens, fork.theirs) > (my_tokens, fork.mine)
 
 
-def first_parting(other: Chain, fork: Fork) -> int | None:
-    """Return the first round of any branch or return after the fork; None if there is none.
+def first_parting(other: Chain, fork: Fork) -> Floor | None:
+    """Return the first rounds, by axis, of any branch or return after the fork; None if there is
+    none.
 
     Earlier rounds are shared."""
     pairs = zip(other.views, other.views[1:], strict=False)
     parted = [entry.view for before, entry in pairs if entry.view.parts_from(before.view)]
-    return min((view.first_round for view in parted if view.number > fork.number), default=None)
+    later = [view.begins for view in parted if view.number > fork.number]
+    return functools.reduce(lowest, later) if later else None
 
 
 def _after(chain: Chain, fork: Fork) -> list[Certified]:

@@ -8,11 +8,12 @@ go on (docs/decisions/039-a-return.md).
 Sans I/O, pure. swarm/protocol/views.py defines what a return is and who must sign it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import HeldState
+from farflock.swarm.protocol import axes
 from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import Chain, Member, View
 
@@ -28,7 +29,7 @@ class _Answer:
     """The last answer of a key: the life and stage in which it is here, and what it holds."""
 
     member: Member
-    held: HeldState | None
+    held: tuple[HeldState, ...]
     heard_s: float
 
 
@@ -40,7 +41,7 @@ class RollCall:
     _answers: dict[PeerId, _Answer] = field(default_factory=dict)
     _lives: dict[PeerId, dict[int, float]] = field(default_factory=dict)  # when heard, by life
 
-    def hear(self, member: Member, held: HeldState | None, now_s: float) -> None:
+    def hear(self, member: Member, held: tuple[HeldState, ...], now_s: float) -> None:
         """Note that a key of the view is here."""
         if not self.view.lists(member.peer):
             return
@@ -73,11 +74,14 @@ class RollCall:
         """Return the keys that are heard, in the lives in which they are."""
         return {peer: answer.member for peer, answer in self._here(now_s).items()}
 
-    def newest(self, chain: Chain, now_s: float) -> HeldState | None:
-        """Return the newest state of this chain that anyone here holds; None if nobody has any."""
-        held = (answer.held for answer in self._here(now_s).values())
-        fitting = [each for each in held if each is not None and fits(chain, each)]
-        return max(fitting, key=lambda each: (each.first, each.tokens, each.state), default=None)
+    def newest(self, chain: Chain, now_s: float) -> dict[int, HeldState]:
+        """Return the newest state of this chain, by axis, that anyone here holds."""
+        found: dict[int, HeldState] = {}
+        for answer in self._here(now_s).values():
+            for each in answer.held:
+                if fits(chain, each):
+                    found[each.axis] = max(found.get(each.axis, each), each, key=_age)
+        return found
 
     def _here(self, now_s: float) -> dict[PeerId, _Answer]:
         return {
@@ -87,25 +91,39 @@ class RollCall:
         }
 
 
+def _age(held: HeldState) -> tuple[int, int, bytes]:
+    return held.first, held.tokens, held.state
+
+
 def fits(chain: Chain, held: HeldState) -> bool:
     """True if a state belongs to this chain: the view of its last round is the one to which that
     round belongs here, or a return of this chain began with this state."""
     if not held.first:
         return True  # the run's beginning, which all chains share
-    view = chain.by_hash(held.under)
-    if view is not None and chain.at(held.first - 1) is view:
+    view, place = chain.by_hash(held.under), held.axis
+    if view is not None and chain.at(held.first - 1, axes.stage_on(place)) is view:
         return True
     return bool(held.state) and any(
-        (entry.view.state, entry.view.first_round) == (held.state, held.first)
+        (entry.view.state(place), entry.view.begins[place]) == (held.state, held.first)
         for entry in chain.views
+        if place < len(entry.view.states)
     )
 
 
 def return_of(
-    parent: View, here: Collection[Member], gone: Collection[PeerId], begins: HeldState
+    parent: View,
+    here: Collection[Member],
+    gone: Collection[PeerId],
+    begins: Mapping[int, HeldState],
 ) -> View:
     """Return the return of a view that those who are here would make, without those that are
-    `gone`."""
+    `gone`, from these states, by axis."""
     lives = {member.peer: member for member in here if member.peer not in gone}
     members = tuple(lives[peer] for peer in parent.peers if peer in lives)
-    return View(parent.number + 1, parent.return_mark, begins.first, members, state=begins.state)
+    places = range(1 + max(begins))
+    before = [axes.at(parent.begins, axes.stage_on(place)) for place in places]
+    rounds = [begins[place].first if place in begins else before[place] for place in places]
+    states = tuple(begins[place].state if place in begins else b"" for place in places)
+    first, *of_stages = rounds
+    named = states if any(states) else ()
+    return View(parent.number + 1, parent.return_mark, first, members, tuple(of_stages), named)

@@ -56,24 +56,32 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     stage: Annotated[int, msgspec.Meta(ge=UNMEASURED, lt=MAX_STAGES)] = EVERY
 
 
+_State = Annotated[bytes, msgspec.Meta(max_length=32)]
+
+
 class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """A numbered member list that holds from `first_round` on, for stage s from `stage_rounds[s]`.
 
     swarm/protocol/axes.py explains these rounds. `previous` is the hash of the previous view; in
-    a branch, its `branch_mark`, in a return, its `return_mark`. Only a return has a `state`: the
-    hash of the one with which it begins, if its members' states are equal."""
+    a branch, its `branch_mark`, in a return, its `return_mark`. Only a return has `states`, by
+    axis: the hashes of those with which it begins, where its members' states are equal."""
 
     number: Count
     previous: Digest
     first_round: Count
     members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     stage_rounds: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_STAGES)] = ()
-    state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    states: Annotated[tuple[_State, ...], msgspec.Meta(max_length=1 + MAX_STAGES)] = ()
 
     @property
     def begins(self) -> Floor:
         """The rounds from which the view holds, by axis."""
         return (self.first_round, *self.stage_rounds)
+
+    def state(self, place: int = 0) -> bytes:
+        """Return the hash of the state with which a return begins on an axis; empty if none is
+        named."""
+        return self.states[place] if place < len(self.states) else b""
 
     @functools.cached_property
     def hash(self) -> bytes:
@@ -220,7 +228,7 @@ def branch_domain(run: str) -> bytes:
 def require_branch_shape(parent: View, view: View) -> None:
     """Raise `BadView` unless some of the parent's members could start this branch, in the same
     order and lives. Each of them decides whether to sign, and from which round on."""
-    if view.number != parent.number + 1 or view.previous != parent.branch_mark or view.state:
+    if view.number != parent.number + 1 or view.previous != parent.branch_mark or view.states:
         raise BadView(f"view {view.number} is not a branch of view {parent.number}")
     if view.members != tuple(member for member in parent.members if member in view.members):
         raise BadView(
@@ -277,7 +285,8 @@ def require_return_shape(parent: View, view: View) -> None:
             f"the members of a return of view {parent.number} must have the keys of that view, "
             "in the same order"
         )
-    if view.stage_rounds or len(view.state) not in (0, hashlib.sha256().digest_size):
+    sizes = {len(state) for state in view.states}
+    if len(view.states) > len(view.begins) or not sizes <= {0, hashlib.sha256().digest_size}:
         raise BadView(f"view {view.number} begins with what no return begins with")
 
 
@@ -398,7 +407,7 @@ class Chain:
 
     def _require_successor(self, view: View) -> None:
         newest = self.newest
-        if view.number != newest.number + 1 or view.previous != newest.hash or view.state:
+        if view.number != newest.number + 1 or view.previous != newest.hash or view.states:
             raise BadView(f"view {view.number} does not follow view {newest.number}")
         # It may begin at the same rounds: it then replaces a view that never held.
         if not reaches(view.begins, newest.begins):

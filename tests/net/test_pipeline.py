@@ -232,3 +232,32 @@ def test_an_unknown_role_is_refused_and_a_node_that_left_resumes_from_its_checkp
         work = node.status()["work"]
         assert (work["doubled"], work["in doubt"]) == (0, 0)
         assert work["microbatches"] > 0
+
+
+@pytest.mark.ci_more
+def test_after_a_power_cut_all_nodes_come_back_at_their_stages_in_whichever_order(run):
+    founder = run.found(described(4, FOREVER, stages=2))
+    run.servers(2, first=2)
+    roles = {node.folder.name: node.comes_in()["role"] for node in run.nodes}
+    before = founder.reaches(
+        lambda status: (
+            status["tokens"] >= 10 * STEP
+            and all(list(node.folder.glob("checkpoints/*/step-*")) for node in run.nodes)
+        )
+    )["tokens"]
+    for node in run.nodes:
+        node.kill()
+    back = [run.join(name) for name in sorted(roles, reverse=True) if name != "founder"]
+    first = back[0]
+    waiting = first.reaches(
+        lambda status: status["pid"] == first.process.pid and "waits for" in status["doing"]
+    )
+    assert waiting["role"] == roles[back[0].folder.name]
+    back.append(run.start("founder", "run", run.folder / "run.toml"))
+    for node in back:
+        found = node.comes_in()
+        assert found["role"] == roles[node.folder.name]
+        node.reaches(lambda status: status["tokens"] >= before + 10 * STEP)
+    assert len({tuple(node.status()["branch"]) for node in back}) == 1
+    kinds = {event["from"] for node in back for event in node.events("stage")}
+    assert kinds <= {"its own state", "another server's state"}

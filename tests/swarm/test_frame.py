@@ -152,7 +152,7 @@ SPECIMENS: tuple[Message, ...] = (
     BranchAsk(b"view"),
     BranchSign(A, b"s" * 64, 9),
     LINEAGE,
-    Roll(A, -1, HeldState(7, B, 640, A)),
+    Roll(A, -1, (HeldState(7, B, 640, A, 3),)),
     ReturnAsk(b"view", ((2, b"s" * 64),)),
     ReturnSign(A, b"s" * 64),
     TermsQuery(),
@@ -230,7 +230,9 @@ def filled(kind, chance):
         ),
         "first": chance.randrange(2**62),
         "root": chance.randbytes(32),
-        "held": HeldState(chance.randrange(2**62), offer.state) if kind is Roll else b"held" * many,
+        "held": (HeldState(chance.randrange(2**62), offer.state),) * (many % 64)
+        if kind is Roll
+        else b"held" * many,
         "stage": chance.choice([-3, 0, 7]),
         "goodbyes": tuple((member, chance.randbytes(64)) for member in range(many)),
         "known": chance.randrange(2**62),

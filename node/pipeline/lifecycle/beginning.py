@@ -8,8 +8,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
+import torch
+from msgspec.structs import replace
+
+from farflock.node.assembly.coming_back import VIEW, require_listed, settled
 from farflock.node.assembly.resume import Resumable, cursors_of, load_stage_state
 from farflock.node.pipeline.lifecycle.end_copies import find_copy
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
@@ -26,9 +31,14 @@ from farflock.node.pipeline.server.weight_versions import ORIGIN, origin_of
 from farflock.node.reporting import Report
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
+from farflock.node.train.driver import RunPosition
+from farflock.node.train.state_sync import NEXT, rounds_before
 from farflock.optimizers.method import Exchange, ExchangeKey, RandomGroups, Result, Tensors
+from farflock.optimizers.parts.state import state_hash
+from farflock.swarm.messages import HeldState
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot
+from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, SnapshotUnavailable
+from farflock.swarm.protocol.axes import axis
 from farflock.swarm.protocol.exchange.streams import Cadence
 from farflock.swarm.tasks import cancel
 
@@ -70,6 +80,16 @@ class StageStartup:
         self._from_disk({}, 0)
         self.embedding.founded()
 
+    async def enter(self, downloaded: DownloadProgress) -> None:
+        """Begin where the run goes on, at a node that did not found it."""
+        peer = self.serving.peer
+        while (begins := await settled(peer)) is not None:
+            try:
+                return await self._come_back(begins[axis(self.serving.index)], downloaded)
+            except SnapshotUnavailable as error:
+                require_listed(peer, error)
+        await self.join(downloaded)
+
     async def join(self, downloaded: DownloadProgress) -> None:
         """Adopt the state of the stage's other servers; if there are none, start the stage over."""
         serving = self.serving
@@ -98,6 +118,51 @@ class StageStartup:
         else:
             self._begin(rounds, tokens)
         await self.embedding.begun(anew=True)
+
+    async def recall(self) -> None:
+        """Note what this node holds of the stage from its last life, as it tells the others; the
+        initial weights, if it has no checkpoint and everybody's are the same."""
+        held, alike = self.serving.state_sync.held, self.plan.weights is None
+        if self.saved is None:
+            await (held.recall(RunPosition(), b"") if alike else asyncio.sleep(0))
+        elif isinstance(under := self.saved.meta.get(VIEW), str):
+            kept = await self.serving.loop.compute(partial(self._held, self.saved))
+            held.remember(replace(kept, under=bytes.fromhex(under) if kept.first else b""))
+
+    def _held(self, saved: Checkpoint) -> HeldState:
+        """Return what a checkpoint of the stage holds; in the worker."""
+        place, shared = cursors_of(saved).place, dict(saved.groups["method"])
+        rounds = {each.key.stream: place.rounds[each.key.stream] for each in self.templates}
+        nexts = {each.key.stream: rounds[each.key.stream] + each.stride for each in self.templates}
+        shared |= {NEXT + name: torch.tensor(number) for name, number in nexts.items()}
+        state = state_hash(shared) if self._is_exact else b""
+        first = min(nexts.values())
+        return HeldState(first, state, place.agreed_tokens, axis=axis(self.serving.index))
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.serving.loop.driver.method.equality == "exact"
+
+    async def _come_back(self, begins: HeldState, downloaded: DownloadProgress) -> None:
+        """Begin with the state with which a return begins: this node's own, if that is it, else
+        another server's. Where servers' states differ, each has its own."""
+        serving, kept = self.serving, self.serving.state_sync.held.kept()
+        is_same = kept is not None and (kept.first, kept.state) == (begins.first, begins.state)
+        own = not self._is_exact and kept is not None and kept.first > 0
+        if not is_same and not own:
+            await serving.state_sync.adopt(None, downloaded, begins.first)
+            self._serve_scale()
+        elif self.saved is None:
+            self._begin({}, 0)
+        else:
+            await serving.loop.compute(partial(load_stage_state, serving, self.saved))
+            place = cursors_of(self.saved).place
+            rounds = place.rounds if is_same else rounds_before(self.templates, begins.first)
+            self._begin(rounds, begins.tokens)
+        await self.embedding.begun(anew=False)
+        how = "its own state" if is_same or own else "another server's state"
+        fields = {"stage": serving.index, "from": how, "why": "all came back"}
+        self.report("stage", {**fields, "round": begins.first - 1})
 
     async def _adopted(self, downloaded: DownloadProgress) -> bool:
         """Download the state from other servers of the stage; return True once it is adopted.

@@ -12,6 +12,7 @@ from farflock.swarm.messages import Load
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.protocol.rebalance import LoadSnapshot, Move, next_move, snapshot_number
 
+LOOK_EVERY_S = 0.3  # at the chain of views
 RESCUE_EVERY = 4  # periods between emergency moves: the moving server needs time to start there
 
 
@@ -22,6 +23,13 @@ class LifeOver(Exception):
     def __init__(self, reason: str, stage: int | None = None) -> None:
         super().__init__(reason)
         self.stage = stage
+
+
+async def stay_on_chain(peer: Peer) -> None:
+    """Raise `LifeOver` once the run goes on without the state that is here."""
+    while not peer.branching.adrift:  # noqa: ASYNC110 - it may change with each view
+        await asyncio.sleep(LOOK_EVERY_S)
+    raise LifeOver("the run's members go on from another state")
 
 
 def due_move(

@@ -1,7 +1,9 @@
 """`status` says in words who is there, what was agreed and sent, and whom a peer waits for."""
 
 import asyncio
+from types import SimpleNamespace
 
+import pytest
 import torch
 from worlds import virtual_optimizer
 from worlds.virtual_optimizer import model_of, train_together
@@ -24,6 +26,8 @@ def test_a_status_is_one_sentence():
         "1 member (this peer); last round: delta 0, alone, 1 peer; "
         "0 B sent, 1 MB received; waits for …22222222, …33333333"
     )
+    status = SwarmStatus(me, (me, other, third), None, 0, 0, (), (third,))
+    assert str(status).endswith("; waits for nobody; nothing is heard of …33333333")
 
 
 def test_an_optimizer_tells_its_status_while_it_trains_and_once_it_is_closed():
@@ -65,3 +69,15 @@ def test_a_status_names_those_from_whom_a_peer_waits():
     assert set(early.members) == {me, other}
     assert late.waits_for == ()
     assert late.sent_bytes > 0
+    assert early.unheard == late.unheard == ()
+
+
+@pytest.mark.parametrize(
+    ("life", "unheard"),
+    [("alive", ()), ("suspect", ("other",)), ("dead", ("other",)), ("unknown", ())],
+)
+def test_a_member_that_is_silent_is_named_as_long_as_it_is_listed(life, unheard):
+    links = SimpleNamespace(total_bytes=lambda: (0, 0))
+    peer = SimpleNamespace(me="me", context=SimpleNamespace(links=links, life=lambda peer: life))
+    last = RoundReport("delta", 4, "ok", 2)
+    assert status_of(peer, ("me", "other"), last, []).unheard == unheard

@@ -122,6 +122,17 @@ def test_a_machine_with_a_given_role_asks_no_peer(role, found):
     assert not members.asked
 
 
+@pytest.mark.parametrize(("stage", "found"), [(0, 0), (2, 2)])
+def test_a_machine_that_starts_again_serves_the_stage_that_the_view_lists_for_it(stage, found):
+    assert joined("auto", Members(0, 1, stage, 1, 2, me="m2"), founded=True) == (found, True)
+
+
+@pytest.mark.parametrize("stage", [NOTHING, EVERY, 7])
+def test_one_that_is_listed_with_no_stage_of_the_run_gets_the_emptiest(stage):
+    members = Members(0, 1, stage, 1, 0, me="m2")
+    assert joined("auto", members) == (2, False)
+
+
 @pytest.mark.parametrize(
     "role",
     [

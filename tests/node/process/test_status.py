@@ -64,7 +64,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
         pairing=SimpleNamespace(unsure_rounds=0),
         rounds=SimpleNamespace(slowness=SimpleNamespace(named=lambda members: {"other": "line"})),
         snapshots=SimpleNamespace(coming=None),
-        branching=SimpleNamespace(returning=SimpleNamespace(awaited=(), is_open=False)),
+        branching=SimpleNamespace(returning=SimpleNamespace(awaited=(), lacking=(), is_open=False)),
     )
     part = SimpleNamespace(
         peer=peer,
@@ -125,7 +125,7 @@ def test_a_node_that_takes_a_part_of_its_machine_says_so(tmp_path):
 def test_it_says_for_whom_it_waits_while_its_view_cannot_decide(tmp_path, is_member):
     node = node_in(tmp_path, is_member=is_member)
     returning = node.member.peer.branching.returning
-    returning.awaited = ("12D3KooWabcdefgh",)
+    returning.awaited, returning.lacking = ("12D3KooWabcdefgh",), ()
     waits = "waits for abcdefgh, without whom the run's members cannot decide anything"
     assert StatusWriter(node).write().doing.endswith(f"; {waits}")
     returning.awaited, returning.is_open = (), True

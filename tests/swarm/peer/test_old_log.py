@@ -226,7 +226,7 @@ def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_
         for at in range(first, state.newest + 1):
             state.entry(at).complete = False
         rounds.close(name_of(1))
-        rounds.rewind(first)
+        rounds.rewind((0, first))
         assert (rounds.newest(name), rounds.tokens(name)) == (
             first - 1,
             made.results[0][first - 1][2],

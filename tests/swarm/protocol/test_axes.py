@@ -3,7 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.swarm.protocol.axes import NO_FLOOR, at, axis, highest, raised, reaches
+from farflock.swarm.protocol.axes import (
+    NO_FLOOR,
+    at,
+    axis,
+    highest,
+    lowest,
+    raised,
+    reaches,
+    stage_on,
+)
 
 FLOORS = st.lists(st.integers(0, 9), max_size=5).map(tuple)
 STAGES = st.none() | st.integers(0, 6)
@@ -13,6 +22,7 @@ def test_whole_models_have_the_first_place_and_stages_the_next_ones():
     assert [axis(stage) for stage in (None, 0, 1, 7)] == [0, 1, 2, 8]
     assert [at((5, 6, 7), stage) for stage in (None, 0, 1, 2)] == [5, 6, 7, 0]
     assert at(NO_FLOOR, None) == at(NO_FLOOR, 3) == 0
+    assert [stage_on(place) for place in (0, 1, 2, 8)] == [None, 0, 1, 7]
 
 
 @given(FLOORS, FLOORS)
@@ -23,6 +33,15 @@ def test_the_highest_of_two_floors_is_the_least_that_reaches_both(one, other):
     assert reaches(top, other)
     assert all(
         at(top, stage) == max(at(one, stage), at(other, stage)) for stage in (None, *range(6))
+    )
+
+
+@given(FLOORS, FLOORS)
+def test_both_of_two_floors_reach_the_lowest_of_them(one, other):
+    bottom = lowest(one, other)
+    assert bottom == lowest(other, one)
+    assert all(
+        at(bottom, stage) == min(at(one, stage), at(other, stage)) for stage in (None, *range(6))
     )
 
 

@@ -227,7 +227,7 @@ def test_the_other_line_is_verified_from_the_fork_on():
     line = other_chain(one, mine, branches.missing_views(other, theirs))
     assert [entry.view.hash for entry in line.views] == [entry.view.hash for entry in other.views]
     assert one.newest.members == (MEMBERS[1],), "mine is untouched"
-    assert branches.first_parting(line, mine) == 7
+    assert branches.first_parting(line, mine) == (7,)
     assert branches.first_parting(chain, mine) is None
 
 

@@ -28,7 +28,7 @@ def test_a_return_that_every_key_has_signed_follows_with_all_keys_in_their_order
     chain = chain_of()
     line = returned(chain, here=(*reversed(BACK[1:]), MEMBERS[0]))
     assert line.newest.members == (MEMBERS[0], *BACK[1:])
-    assert (line.newest.first_round, line.newest.state) == (7, STATE)
+    assert (line.newest.first_round, line.newest.state()) == (7, STATE)
     assert line.branch is line.newest, "it is a chain of its own"
     assert line.newest.parts_from(chain.newest)
     assert line.at(7) is line.newest
@@ -76,10 +76,10 @@ FORGERIES = {
         signed(parent, view), view=msgspec.structs.replace(view, first_round=99)
     ),
     "another state": lambda parent, view: msgspec.structs.replace(
-        signed(parent, view), view=msgspec.structs.replace(view, state=bytes(32))
+        signed(parent, view), view=msgspec.structs.replace(view, states=(bytes(32),))
     ),
     "a state of another size": lambda parent, view: signed(
-        parent, msgspec.structs.replace(view, state=b"short")
+        parent, msgspec.structs.replace(view, states=(b"short",))
     ),
     "a key left out without a goodbye": lambda parent, view: signed(
         parent, with_members(view, *BACK[:3])
@@ -96,8 +96,8 @@ FORGERIES = {
     "of another view": lambda parent, view: signed(
         parent, msgspec.structs.replace(view, previous=bytes(32))
     ),
-    "rounds of stages": lambda parent, view: signed(
-        parent, msgspec.structs.replace(view, stage_rounds=(3,))
+    "a state of no axis": lambda parent, view: signed(
+        parent, msgspec.structs.replace(view, states=(STATE, STATE))
     ),
     "as a successor": lambda parent, view: signed(
         parent, msgspec.structs.replace(view, previous=parent.hash)
@@ -111,7 +111,7 @@ FORGERIES = {
 @pytest.mark.parametrize("forgery", FORGERIES.values(), ids=FORGERIES)
 def test_a_forged_return_is_refused(forgery):
     chain = chain_of()
-    forged = forgery(chain.newest, return_of(chain.newest, BACK, (), HELD))
+    forged = forgery(chain.newest, return_of(chain.newest, BACK, (), {0: HELD}))
     with pytest.raises(BadView):
         chain.extend(forged)
     assert chain.newest.number == 1
@@ -119,8 +119,10 @@ def test_a_forged_return_is_refused(forgery):
 
 def test_no_other_view_has_a_state():
     chain = chain_of()
-    branch = msgspec.structs.replace(branch_of(chain.newest, (0,), 7), state=STATE)
-    successor = msgspec.structs.replace(decided(chain, MEMBERS[:2], 9, [0, 1, 2]).view, state=STATE)
+    branch = msgspec.structs.replace(branch_of(chain.newest, (0,), 7), states=(STATE,))
+    successor = msgspec.structs.replace(
+        decided(chain, MEMBERS[:2], 9, [0, 1, 2]).view, states=(STATE,)
+    )
     for view in (branch, successor):
         with pytest.raises(BadView):
             chain.extend(Certified(view))
@@ -130,7 +132,7 @@ def test_no_other_view_has_a_state():
 @given(st.data())
 def test_a_return_with_any_byte_changed_is_refused_or_the_same(data):
     chain = chain_of()
-    raw = bytearray(encode(signed(chain.newest, return_of(chain.newest, BACK, (), HELD))))
+    raw = bytearray(encode(signed(chain.newest, return_of(chain.newest, BACK, (), {0: HELD}))))
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] = data.draw(st.integers(0, 255).filter(lambda byte: byte != raw[at]))
     with pytest.raises(BadView):
@@ -162,14 +164,14 @@ def test_of_a_return_and_a_later_view_that_somebody_else_knew_the_one_with_more_
     assert (mine.number, theirs.number) == (1, 1)
     assert is_stronger(100, 70, mine)
     assert not is_stronger(70, 100, theirs)
-    assert branches.first_parting(line, theirs) == 7
+    assert branches.first_parting(line, theirs) == (7,)
     raw = branches.missing_views(line, mine)
     assert branches.other_chain(later, theirs, raw).newest == line.newest
 
 
 def test_a_petition_for_a_return_waits_for_each_key_and_takes_goodbyes():
     parent = chain_of().newest
-    view = return_of(parent, BACK, [MEMBERS[1].peer], HELD)
+    view = return_of(parent, BACK, [MEMBERS[1].peer], {0: HELD})
     whole = signed(parent, view, leavers=[1])
     petition = Petition(parent, view, 0.0, proofs=dict(whole.proofs[:2]))
     assert petition.missing == (2, 3)
@@ -180,7 +182,7 @@ def test_a_petition_for_a_return_waits_for_each_key_and_takes_goodbyes():
 # Who is here.
 
 
-def heard(*members, now_s=0.0, call=None, held=None):
+def heard(*members, now_s=0.0, call=None, held=()):
     call = call or RollCall(chain_of().newest)
     for member in members:
         call.hear(member, held, now_s)
@@ -232,13 +234,29 @@ def test_the_newest_state_of_the_chain_that_anyone_here_holds_is_where_a_return_
     chain = chain_of()
     under = chain.newest.hash
     call = RollCall(chain.newest)
-    assert call.newest(chain, 0.0) is None
+    assert call.newest(chain, 0.0) == {}
     states = [HeldState(6, b"a" * 32, 60, under), HeldState(9, b"b" * 32, 90, under), None, HELD]
     for member, held in zip(BACK, states, strict=True):
+        call.hear(member, (held,) if held else (), 0.0)
+    assert call.newest(chain, 0.0) == {0: states[1]}
+    call.hear(BACK[1], (), 1.0)
+    assert call.newest(chain, 1.0) == {0: states[0]}, "the last one is of no view of this chain"
+
+
+def test_of_a_pipeline_each_stage_begins_with_the_newest_state_that_anyone_holds_of_it():
+    chain = chain_of()
+    under, call = chain.newest.hash, RollCall(chain.newest)
+    first = HeldState(3, b"a" * 32, 30, chain.views[0].view.hash, axis=1)
+    older, newer = (HeldState(n, bytes([n]) * 32, 10 * n, under, axis=2) for n in (8, 9))
+    for member, held in zip(BACK, [(first, older), (), (newer,), ()], strict=True):
         call.hear(member, held, 0.0)
-    assert call.newest(chain, 0.0) == states[1]
-    call.hear(BACK[1], None, 1.0)
-    assert call.newest(chain, 1.0) == states[0], "the last one is of no view of this chain"
+    begins = call.newest(chain, 0.0)
+    assert begins == {1: first}, "a stage's rounds of the second view begin at 0"
+    stages = msgspec.structs.replace(chain.newest, stage_rounds=(4, 6))
+    view = return_of(stages, BACK, (), {1: first, 2: newer})
+    assert view.begins == (stages.first_round, 3, 9)
+    assert (view.state(0), view.state(1), view.state(2)) == (b"", first.state, newer.state)
+    assert view.state(3) == b""
 
 
 def test_a_state_belongs_to_a_chain_by_the_view_of_its_last_round():

@@ -49,5 +49,7 @@ def signed(parent, view, leavers=(), domain=None):
 def returned(chain, here=BACK, gone=(), begins=HELD):
     leavers = [chain.newest.peers.index(peer) for peer in gone]
     other = Chain(RUN, list(chain.views))
-    assert other.extend(signed(chain.newest, return_of(chain.newest, here, gone, begins), leavers))
+    assert other.extend(
+        signed(chain.newest, return_of(chain.newest, here, gone, {0: begins}), leavers)
+    )
     return other

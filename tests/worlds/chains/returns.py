@@ -56,7 +56,7 @@ class KeepingNode(Node):
     async def life(self):
         async with self.peer.running():
             context = self.peer.context
-            context.own.held, self.peer.membership.sync.store = self.held, self.disk.keep
+            context.own.held[0], self.peer.membership.sync.store = self.held, self.disk.keep
             if self.founds:
                 self.peer.found()
                 self.open()
@@ -77,13 +77,13 @@ class KeepingNode(Node):
     async def come_back(self):
         """Go on from the state on the disk where that is the newest; else take another's."""
         while True:
-            begins = await self.peer.branching.returning.settled(lambda whom: None)
+            begins = await self.peer.branching.returning.settled(lambda: None)
             held = self.held()
-            if begins is not None and held is not None and is_same(begins, held):
+            if begins is not None and held is not None and is_same(begins[0], held):
                 self.open()
                 return
             try:
-                await self.adopt(-1 if begins is None else begins.first - 1, SILENT_S)
+                await self.adopt(-1 if begins is None else begins[0].first - 1, SILENT_S)
                 return
             except SnapshotUnavailable:
                 continue

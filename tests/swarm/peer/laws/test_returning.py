@@ -102,7 +102,7 @@ async def test_a_return_begins_with_the_newest_state_that_anyone_holds(herd):
     await are_back(herd, 0, 1, 2)
     (made,) = herd.check_returns()
     assert made.first_round == 5
-    assert made.state == herd.by_view[herd.nodes[1].peer.context.views.at(4).hash, 4][3]
+    assert made.state() == herd.by_view[herd.nodes[1].peer.context.views.at(4).hash, 4][3]
 
 
 @homes(3)
@@ -149,7 +149,7 @@ async def test_nobody_signs_while_a_key_answers_in_two_lives(herd):
         while True:
             for listener in (1, 2):
                 chain = herd.nodes[listener].peer.context.chain
-                told(herd, listener, 0, Roll(chain.newest.hash, -1, HeldState(0)), life=7)
+                told(herd, listener, 0, Roll(chain.newest.hash, -1, (HeldState(0),)), life=7)
             await asyncio.sleep(1)
 
     copy = asyncio.create_task(copied())
@@ -206,7 +206,7 @@ async def test_what_strangers_and_liars_say_of_returns_is_dropped(herd):
     node = herd.nodes[0]
     newest = node.view
     for message in (
-        Roll(newest.hash, -1, HeldState(2**60)),
+        Roll(newest.hash, -1, (HeldState(2**60),)),
         Roll(bytes(32), -1),
         ReturnAsk(b"junk", ()),
         ReturnAsk(views.encode(newest), ()),

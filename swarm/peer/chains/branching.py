@@ -1,5 +1,5 @@
-"""The glue of branches and returns: members without a majority start a branch, keys that all come
-back in new lives a return, and two chains of views become one.
+"""The glue of branches: members without a majority start a branch, and two chains of views become
+one. Keys that all come back in new lives make a return (returning.py).
 
 Every peer decides for itself: it asks peers that may be on another chain, verifies that chain's
 views, and gives up its own if the other has stayed stronger for a while. It then forgets everything
@@ -7,10 +7,7 @@ about its own chain, as in a restart: its open exchanges are lost, it adopts the
 and asks for admission.
 """
 
-import asyncio
-import math
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from farflock.swarm.identity import Identity, verify
@@ -19,14 +16,11 @@ from farflock.swarm.messages import (
     BranchAsk,
     BranchMessage,
     BranchSign,
-    HeldState,
     Lineage,
-    ReturnAsk,
-    ReturnMessage,
-    ReturnSign,
-    Roll,
     Views,
 )
+from farflock.swarm.peer.chains import places
+from farflock.swarm.peer.chains.returning import PROBED, Returning
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.membership import Membership
 from farflock.swarm.peer.pairing import Pairing
@@ -35,10 +29,7 @@ from farflock.swarm.peer.snapshots import Snapshots
 from farflock.swarm.protocol import axes, branches, views
 from farflock.swarm.protocol.branches import Fork, Petition, Solitude
 from farflock.swarm.protocol.quorum import is_quorum
-from farflock.swarm.protocol.returns import RollCall, return_of
-from farflock.swarm.protocol.views import BadView, Certified, Chain, Member, View
-from farflock.swarm.record import unseal
-from farflock.swarm.roles import EVERY, stage_of
+from farflock.swarm.protocol.views import BadView, Certified, Chain
 
 RESEND_S = 1.0  # petitions may be lost; several repetitions fit into `SIGNATURE_TIMEOUT_S`
 # A member that has not signed by then is left out; it may join the branch later.
@@ -47,17 +38,12 @@ SIGNATURE_TIMEOUT_S = 10.0
 # for two petitions, since the first may wait in vain for silent members.
 STEP_IN_S = 20.0
 PROBE_EVERY_S = 5.0  # chains meet after minutes apart, so seconds more do not matter
-PROBED = 16  # peers asked at once; each may answer with many views
 LINEAGE_EVERY_S = 1.0  # minimum between two answers, or two questions, to one peer
 CANDIDATE_EVERY_S = 2.0  # between two questions to the peer on the stronger chain
 # The other chain must stay stronger for this long, so that rounds in flight on both sides count.
 SETTLE_S = 5.0
 ANSWER_S = 10.0  # a chain not heard of for this long is no longer a candidate
 MAX_SENT = 1024  # peers whose last message is remembered; strangers may be any number
-ROLL_EVERY_S = 1.0  # several fit into the time for which an answer counts
-# Before a key signs a return, it asks the peers that it knows outside the view for a later one.
-ASK_OUTSIDE_S = 5.0
-SETTLED_EVERY_S = 0.2
 
 
 @dataclass(slots=True)
@@ -253,7 +239,7 @@ class Branching:
         newest = self._context.views.newest
         if branch.view.previous == newest.return_mark:
             views.require_return(self._context.run, newest, branch)
-            bound = self.first_open() > branch.view.first_round
+            bound = not places.are_within(self._rounds.streams, branch.view.begins)
         else:
             views.require_branch(self._context.run, newest, branch)
             is_further = self._rounds.floor() > branch.view.first_round
@@ -263,16 +249,11 @@ class Branching:
         else:
             self.follow(branch)
 
-    def first_open(self) -> int:
-        """Return the first round of any stream that is not wholly here; 0 without streams."""
-        streams = self._rounds.streams.values()
-        return min((state.whole + state.stream.cadence.stride for state in streams), default=0)
-
     def follow(self, branch: Certified) -> None:
         """Continue on this branch or return, and keep everything: it begins where our log is
         complete."""
         if self._context.views.extend(branch):
-            self._rounds.rewind(branch.view.first_round)
+            self._rounds.rewind(branch.view.begins)
             self._membership.view_changed()
 
     # two chains meet
@@ -366,7 +347,7 @@ class Branching:
         Keep everything held if that is a branch of ours that begins where our log is whole."""
         self._candidate = None
         parting = branches.first_parting(other, fork)
-        if not fork.mine and (parting is None or parting >= self._rounds.floor()):
+        if not fork.mine and (parting is None or places.are_before(self._rounds.streams, parting)):
             self._context.chain = other
             if parting is not None:
                 self._rounds.rewind(parting)
@@ -378,223 +359,3 @@ class Branching:
         self._believed_tokens = tokens
         self.adrift = frozenset((*self._rounds.abandon(), *self._pairing.abandon()))
         self._membership.admission.wants_in = self._returns and not self.adrift
-
-
-class Returning:
-    """One peer's part in a return: it tells the keys of its newest view that it is here, hears who
-    else is, and collects or gives signatures (docs/decisions/039-a-return.md)."""
-
-    def __init__(
-        self,
-        context: PeerContext,
-        identity: Identity,
-        membership: Membership,
-        rounds: Rounds,
-        chains: Branching,
-    ) -> None:
-        self._context, self._identity, self._membership = context, identity, membership
-        self._rounds, self._chains = rounds, chains
-        self.timeout_s = math.inf  # of `settled`
-        self._roll: RollCall | None = None  # of the newest view, while that may have no quorum
-        self._since_s = self._sent_s = -1e9
-        self._random = random.Random(f"{context.seed}/{context.me}/return")
-        self._petition: Petition | None = None
-        self._signed: tuple[bytes, PeerId, float] = (b"", "", -1e9)  # (hash, for whom, when)
-
-    @property
-    def awaited(self) -> tuple[PeerId, ...]:
-        """The keys whose answer this peer waits for, while it does not know whether its view can
-        decide; those that answer in two lives too."""
-        if self._roll is None:
-            return ()
-        now_s, me = self._context.now(), self._context.me
-        missing = self._roll.silent(now_s, self._context.views.goodbyes)
-        awaited = {*missing, *self._roll.doubled(now_s)} - {me}
-        return tuple(peer for peer in self._roll.view.peers if peer in awaited)
-
-    @property
-    def is_open(self) -> bool:
-        """True while nobody is awaited, but the members that have come back are yet to sign."""
-        return self._may_return(self._context.now())
-
-    def tick(self) -> None:
-        """Tell the other keys that this one is here, and collect signatures once all of them are,
-        if it is our turn."""
-        now_s, view = self._context.now(), self._context.views.newest
-        if not view.lists(self._context.me) or self._rounds.staged or self._decides(view):
-            self._roll = self._petition = None
-            return
-        if self._roll is None or self._roll.view.hash != view.hash:
-            self._roll, self._petition, self._since_s = RollCall(view), None, now_s
-        roll, mine = self._roll, self._answer(view)
-        roll.hear(Member(self._context.me, self._context.incarnation, mine.stage), mine.held, now_s)
-        if now_s - self._sent_s >= ROLL_EVERY_S:
-            self._sent_s = now_s
-            for peer in view.peers:
-                if peer != self._context.me:
-                    self._context.send(peer, mine)
-            if not roll.has_quorum(now_s):
-                self._ask_outside(view)
-        if not self._may_return(now_s):
-            self._petition = None
-        elif (begins := roll.newest(self._context.views, now_s)) is not None:
-            if self._rounds.names and begins.first > self._chains.first_open():
-                self._chains.lose_state()  # nobody is left who could lead us on from ours
-            else:
-                self._collect(roll, begins, now_s)
-
-    def _decides(self, view: View) -> bool:
-        """True if this peer is a member, and hears a quorum of the view in the lives that that
-        lists."""
-        present = self._membership.admission.present(view)
-        return self._context.is_member and is_quorum(present, len(view.members))
-
-    def _answer(self, view: View) -> Roll:
-        sealed = self._membership.book.mine
-        stage = stage_of(unseal(sealed, self._context.run).role) if sealed else EVERY
-        return Roll(view.hash, stage, self._context.own.held())
-
-    def _ask_outside(self, view: View) -> None:
-        """Ask peers outside the view whether they know a later one, or another chain."""
-        known, me = self._membership.records, self._context.me
-        ever = branches.elsewhere(self._context.views, known, me, member=False)
-        others = [peer for peer in ever if not view.lists(peer)]
-        for peer in self._random.sample(others, min(len(others), PROBED)):
-            self._chains.ask(peer)
-
-    async def settled(self, tell: Callable[[tuple[PeerId, ...]], None]) -> HeldState | None:
-        """Wait until this peer knows what to do in a view that lists its key: take the state of
-        members that decide (None), or go on from the newest state that a key holds. `tell` is told
-        of the keys that it waits for; raise `TimeoutError` after `timeout_s`."""
-        ends_s = self._context.now() + self.timeout_s
-        while self._context.now() < ends_s:
-            tell(self.awaited)
-            view, roll, now_s = self._context.views.newest, self._roll, self._context.now()
-            others = roll is not None and roll.view.hash == view.hash and roll.has_quorum(now_s)
-            if not view.lists(self._context.me) or self._decides(view) or others:
-                return None
-            newest = roll.newest(self._context.views, now_s) if roll is not None else None
-            if newest is not None and self._may_return(now_s):
-                return newest
-            await asyncio.sleep(SETTLED_EVERY_S)
-        raise TimeoutError
-
-    def _may_return(self, now_s: float) -> bool:
-        """True if each key is here, in one life, and the view has no quorum; and if peers outside
-        it had time to name a later one."""
-        roll = self._roll
-        return (
-            roll is not None
-            and roll.view.hash == self._context.views.newest.hash
-            and now_s - self._since_s >= ASK_OUTSIDE_S
-            and self._chains.is_sure
-            and not roll.silent(now_s, self._context.views.goodbyes)
-            and not roll.doubled(now_s)
-            and not roll.has_quorum(now_s)
-        )
-
-    def _collect(self, roll: RollCall, begins: HeldState, now_s: float) -> None:
-        """Collect the signatures of all keys; the most senior one does so first."""
-        parent, gone = roll.view, self._context.views.goodbyes
-        staying = [peer for peer in parent.peers if peer not in gone]
-        if self._context.me not in staying:
-            return
-        turn_s = ASK_OUTSIDE_S + STEP_IN_S * staying.index(self._context.me)
-        view = return_of(parent, roll.here(now_s).values(), gone, begins)
-        if now_s - self._since_s < turn_s or not self._can_sign(roll, view, now_s):
-            return
-        petition = self._petition
-        if petition is None or petition.view != view:
-            petition = self._petition = Petition(parent, view, now_s)
-            petition.proofs[parent.peers.index(self._context.me)] = self._sign(view)
-            petition.proofs |= {parent.peers.index(peer): gone[peer] for peer in gone}
-        if not petition.missing:
-            self._chains.complete(petition)
-        elif now_s - petition.asked_s >= RESEND_S:
-            petition.asked_s = now_s
-            said = tuple((parent.peers.index(peer), proof) for peer, proof in gone.items())
-            for index in petition.missing:
-                self._context.send(parent.peers[index], ReturnAsk(views.encode(view), said))
-
-    def _can_sign(self, roll: RollCall, view: View, now_s: float) -> bool:
-        """True if a return lists this life and those that are heard here, and begins where this
-        peer stands: it has the state, and no round after it."""
-        here, held = roll.here(now_s), self._context.own.held()
-        listed = view.index(self._context.me, self._context.incarnation) is not None
-        if held is None or not (self._context.own.is_open and listed):
-            return False
-        if any(here.get(member.peer) != member for member in view.members):
-            return False
-        if not self._rounds.names:  # in pairs each has a state and rounds of its own
-            return held.first <= view.first_round
-        mine = held.first, self._chains.first_open(), held.state
-        return mine == (view.first_round, view.first_round, view.state)
-
-    def _sign(self, view: View) -> bytes:
-        return self._identity.sign(views.return_domain(self._context.run), views.encode(view))
-
-    def receive(self, sender: PeerId, incarnation: int, message: ReturnMessage) -> None:
-        """Handle a message about returns."""
-        if self._context.chain is None:
-            return
-        try:
-            match message:
-                case Roll():
-                    self._take_roll(sender, incarnation, message)
-                case ReturnAsk():
-                    self._take_ask(sender, incarnation, message)
-                case ReturnSign():
-                    self._take_signature(sender, message)
-        except BadView:
-            self._context.drop("bad return")
-
-    def _take_roll(self, sender: PeerId, incarnation: int, message: Roll) -> None:
-        """Note who is here, and answer; or find out which side knows a later view."""
-        view, now_s = self._context.views.newest, self._context.now()
-        if message.view != view.hash:
-            self._membership.sync.reconcile(sender, message.view)
-            return
-        if not view.lists(sender):
-            self._context.drop("not from a member")
-            return
-        self._context.lives[sender] = incarnation
-        if self._roll is not None:
-            self._roll.hear(Member(sender, incarnation, message.stage), message.held, now_s)
-        elif view.lists(self._context.me):
-            self._context.send(sender, self._answer(view))
-
-    def _take_ask(self, sender: PeerId, incarnation: int, message: ReturnAsk) -> None:
-        """Sign a return if it is as this peer sees it too."""
-        parent, view = self._context.views.newest, views.decode_view(message.view)
-        views.require_return_shape(parent, view)
-        if view.index(sender, incarnation) is None:
-            self._context.drop("not from a member")
-            return
-        self._learn_goodbyes(parent, view, message.goodbyes)
-        now_s, (signed, whom, signed_s) = self._context.now(), self._signed
-        # A key signs for one petitioner at a time, else two returns could both be complete.
-        is_bound = now_s - signed_s < SIGNATURE_TIMEOUT_S
-        elsewhere = is_bound and signed != view.hash and whom != sender
-        roll = self._roll if self._may_return(now_s) and not elsewhere else None
-        if roll is not None and self._can_sign(roll, view, now_s):
-            self._signed = (view.hash, sender, now_s)
-            self._context.send(sender, ReturnSign(view.hash, self._sign(view)))
-
-    def _learn_goodbyes(self, parent: View, view: View, said: Sequence[tuple[int, bytes]]) -> None:
-        """Take in goodbyes that the petitioner knows, of members that its return leaves out."""
-        run, known = self._context.run, self._context.views.goodbyes
-        for index, proof in said:
-            peer = parent.peers[index] if index < len(parent.peers) else ""
-            if not view.lists(peer) and views.is_goodbye(run, parent, peer, proof):
-                known[peer] = proof
-
-    def _take_signature(self, sender: PeerId, message: ReturnSign) -> None:
-        petition = self._petition
-        asked = petition is not None and petition.view.hash == message.digest
-        if petition is None or not asked or not petition.view.lists(sender):
-            return
-        raw, domain = views.encode(petition.view), views.return_domain(self._context.run)
-        if verify(sender, domain, raw, message.proof):
-            petition.proofs[petition.parent.peers.index(sender)] = message.proof
-        else:
-            self._context.drop("bad return")
