@@ -251,7 +251,7 @@ def test_of_a_pipeline_each_stage_begins_with_the_newest_state_that_anyone_holds
     for member, held in zip(BACK, [(first, older), (), (newer,), ()], strict=True):
         call.hear(member, held, 0.0)
     begins = call.newest(chain, 0.0)
-    assert begins == {1: first}, "a stage's rounds of the second view begin at 0"
+    assert begins == {2: newer}, "the second view begins at 0 at each stage: it has all rounds"
     stages = msgspec.structs.replace(chain.newest, stage_rounds=(4, 6))
     view = return_of(stages, BACK, (), {1: first, 2: newer})
     assert view.begins == (stages.first_round, 3, 9)
