@@ -2,9 +2,10 @@
 
 import asyncio
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
 from worlds.pipeline_audit import TEXT, pipeline, plan
 from worlds.waiting import until
 
@@ -54,7 +55,8 @@ class Homes(PipelineSimulation):
     def __init__(self, saves=1, **options):
         total = FOREVER
         world = PipelineWorld(parts(STAGES, SERVERS, 1), total, view_s=2.0, limit_s=900.0)
-        made = plan(options.pop("seed", 0), total, rate=0.1, **options)
+        given = plan(options.pop("seed", 0), total, rate=0.1, **options)
+        made = replace(given, dtype=torch.float32)  # a state that is fetched is as exact as here
         super().__init__(made, pipeline(STAGES, BATCH), world, TEXT, self.at_home)
         self.disks, self.saves = {number: Disk() for number in EVERYBODY}, saves
 
