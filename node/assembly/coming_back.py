@@ -1,7 +1,7 @@
 """A peer comes back to its run with what its folder kept: it goes on from its own state where that
 is where the run goes on, and else takes another's.
 
-`swarm/peer/chains/returning.py` makes the return, if all keys of the newest view come back.
+`swarm/peer/returning.py` makes the return, if all keys of the newest view come back.
 """
 
 import logging
@@ -13,8 +13,8 @@ from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.driver import RunPosition
 from farflock.node.train.state_sync import StateSync
 from farflock.swarm.messages import HeldState
-from farflock.swarm.peer.chains.returning import Returning
 from farflock.swarm.peer.peer import Peer
+from farflock.swarm.peer.returning import Returning
 from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
 
 VIEW = "view"  # in a checkpoint: the hash of the view of the last round in it

@@ -22,8 +22,8 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import Key, Message, Offer
 from farflock.swarm.peer.absences import Absences
+from farflock.swarm.peer.branching import Branching
 from farflock.swarm.peer.calls import Calls
-from farflock.swarm.peer.chains.branching import Branching
 from farflock.swarm.peer.codec_offers import CodecOffers
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.data_holders import DataHolders
@@ -35,11 +35,13 @@ from farflock.swarm.peer.round_log import work_pin
 from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.snapshots import Snapshots
 from farflock.swarm.peer.tallies import Tallies
-from farflock.swarm.peer.ticks import LOOK_EVERY, TICK_S, Ticks
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.views import VIEW_STREAM
 from farflock.swarm.tasks import cancel
 
+TICK_S = 0.1  # short against the resend times, so that repeats are hardly late
+LOOK_EVERY = 5  # ticks between checks for branches: those wait for minutes, and a check is costly
+REST_TURNS = 2 * LOOK_EVERY  # between ticks while nothing is under way
 ANNOUNCE_EVERY_S = 15.0  # well within a record's lifetime, so that one may be lost
 STAY_S = 5.0  # a leaving peer stays this long at most for members that need it for a quorum
 HAND_OVER_S = 1.0  # time to hand over the last decision, which no other peer could tell them
@@ -421,3 +423,49 @@ def view_hash_of(message: Message) -> bytes | None:
     if isinstance(message, messages.ContentMessage | messages.PaxosMessage | messages.StateOffer):
         return message.view
     return None
+
+
+class Ticks:
+    """Numbers the turns of one peer's ticks, and waits for the next.
+
+    With `rests`, only every `REST_TURNS`-th comes while no round, call or change of members is
+    under way; `stirred` brings back the next. Simulations do not rest: their bits depend on the
+    times of ticks."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        rounds: Rounds,
+        calls: Calls,
+        loads: LoadReports,
+    ) -> None:
+        self.rests = False
+        self.stirred = asyncio.Event()  # set by whatever may need the next tick
+        self.turn = 0
+        self._membership, self._rounds, self._calls = membership, rounds, calls
+        self._loads = loads
+
+    async def wait(self) -> None:
+        """Wait for the next turn that has a tick."""
+        if not (self.rests and self._is_quiet()):
+            await asyncio.sleep(TICK_S)
+            self.turn += 1
+            return
+        now = asyncio.get_running_loop().time
+        begun_s, turns = now(), REST_TURNS - self.turn % REST_TURNS
+        self.stirred.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(turns * TICK_S):
+                await self.stirred.wait()
+            lasted_s = now() - begun_s
+            turns = min(turns, int(lasted_s / TICK_S) + 1)
+            await asyncio.sleep(max(0.0, turns * TICK_S - lasted_s))
+        self.turn += turns
+
+    def _is_quiet(self) -> bool:
+        return (
+            not self._rounds.machines
+            and not self._calls.is_busy
+            and self._membership.is_settled
+            and not self._loads.mine
+        )

@@ -18,6 +18,8 @@ from farflock.swarm.join_time import RoundTraffic, TrafficMeter, together
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Key, Offer
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.protocol import axes
+from farflock.swarm.protocol.axes import Floor
 from farflock.swarm.protocol.exchange.close_list import CloseList, last_bundles
 from farflock.swarm.protocol.exchange.reminders import Reminders
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, RoundStatus, Stream
@@ -122,11 +124,14 @@ class StreamState:
         return min(incomplete, default=self.next) - self.stream.cadence.stride
 
 
+Streams = Mapping[str, StreamState]
+
+
 class KeptRounds:
     """The logs of the streams that change the state of a `stage` (None: of whole models), for those
     that read it (swarm/protocol/state_readers.py)."""
 
-    def __init__(self, streams: Mapping[str, StreamState], stage: int | None) -> None:
+    def __init__(self, streams: Streams, stage: int | None) -> None:
         self._streams, self._stage = streams, stage
 
     @property
@@ -385,3 +390,28 @@ def _taken_shards(stream: Stream, taken: tuple[bool, ...]) -> tuple[bool, ...]:
     """Return for each shard whether its bundle was taken."""
     cut = stream.terms.cut
     return tuple(was for bundle, was in enumerate(taken) for _ in cut.shards_of(bundle))
+
+
+def change(streams: Streams, stage: int | None = None) -> bool:
+    """True if there are streams that change a stage (None: whole models) here."""
+    return any(state.changes(stage) for state in streams.values())
+
+
+def first_open(streams: Streams, stage: int | None = None) -> int:
+    """Return the first round of the streams that change a stage (None: whole models) that is not
+    wholly here; 0 without such streams."""
+    states = [state for state in streams.values() if state.changes(stage)]
+    return min((state.whole + state.stream.cadence.stride for state in states), default=0)
+
+
+def are_within(streams: Streams, begins: Floor) -> bool:
+    """True if no state here is of later rounds than those before `begins`: a return may begin
+    there."""
+    stages = {state.stream.stage for state in streams.values() if state.stream.wants == "all"}
+    return all(first_open(streams, stage) <= axes.at(begins, stage) for stage in stages)
+
+
+def are_before(streams: Streams, begins: Floor) -> bool:
+    """True if nothing that is here of any stream is of a round from `begins` on."""
+    states = [state for state in streams.values() if state.stream.wants == "all"]
+    return all(state.whole < axes.at(begins, state.stream.stage) for state in states)

@@ -7,8 +7,7 @@ import pytest
 from worlds.herd import VIEW_S, in_virtual_time
 from worlds.waiting import now, until
 
-from farflock.swarm.peer.peer import GOODBYE_S, STAY_S
-from farflock.swarm.peer.ticks import TICK_S
+from farflock.swarm.peer.peer import GOODBYE_S, STAY_S, TICK_S
 from farflock.swarm.sim.network import Faults
 
 AT_ONCE_S = GOODBYE_S + TICK_S + 1e-6

@@ -12,8 +12,7 @@ from worlds.waiting import now, until
 
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.messages import Key, LogQuery, Offer, PairAbort, Ping, StateQuery, Want
-from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, RunTerms
-from farflock.swarm.peer.ticks import REST_TURNS, TICK_S
+from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, REST_TURNS, TICK_S, RunTerms
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 from farflock.swarm.sim.directory import MemoryTable

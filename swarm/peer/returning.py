@@ -11,9 +11,9 @@ from typing import Protocol
 from farflock.swarm.identity import Identity, verify
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import HeldState, ReturnAsk, ReturnMessage, ReturnSign, Roll
-from farflock.swarm.peer.chains import places
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.membership import Membership
+from farflock.swarm.peer.round_log import change, first_open
 from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.protocol import axes, branches, views
 from farflock.swarm.protocol.branches import Petition
@@ -35,7 +35,7 @@ SETTLED_EVERY_S = 0.2
 
 
 class Chains(Protocol):
-    """What a return needs of the chains of views at its peer (branching.py)."""
+    """The chains of views at a peer, as a return needs them (branching.py)."""
 
     @property
     def is_sure(self) -> bool: ...
@@ -131,7 +131,7 @@ class Returning:
         """True if this peer's streams have begun with an older state."""
         stage = axes.stage_on(begins.axis)
         streams = self._rounds.streams
-        return places.changes(streams, stage) and begins.first > places.first_open(streams, stage)
+        return change(streams, stage) and begins.first > first_open(streams, stage)
 
     def _mine(self) -> tuple[int, ...]:
         """Return the axes of the states that this peer is to have: of the stages that it serves."""
@@ -233,9 +233,9 @@ class Returning:
         """True if a return begins with this state, and no later round is here."""
         place, stage = held.axis, axes.stage_on(held.axis)
         begins, streams = axes.at(view.begins, stage), self._rounds.streams
-        if not places.changes(streams, stage):  # in pairs each has a state and rounds of its own
+        if not change(streams, stage):  # in pairs each has a state and rounds of its own
             return held.first <= begins
-        mine = held.first, places.first_open(streams, stage), held.state
+        mine = held.first, first_open(streams, stage), held.state
         return mine == (begins, begins, view.state(place))
 
     def _sign(self, view: View) -> bytes:

@@ -19,11 +19,11 @@ from farflock.swarm.messages import (
     Lineage,
     Views,
 )
-from farflock.swarm.peer.chains import places
-from farflock.swarm.peer.chains.returning import PROBED, Returning
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.membership import Membership
 from farflock.swarm.peer.pairing import Pairing
+from farflock.swarm.peer.returning import PROBED, Returning
+from farflock.swarm.peer.round_log import are_before, are_within
 from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.snapshots import Snapshots
 from farflock.swarm.protocol import axes, branches, views
@@ -239,7 +239,7 @@ class Branching:
         newest = self._context.views.newest
         if branch.view.previous == newest.return_mark:
             views.require_return(self._context.run, newest, branch)
-            bound = not places.are_within(self._rounds.streams, branch.view.begins)
+            bound = not are_within(self._rounds.streams, branch.view.begins)
         else:
             views.require_branch(self._context.run, newest, branch)
             is_further = self._rounds.floor() > branch.view.first_round
@@ -347,7 +347,7 @@ class Branching:
         Keep everything held if that is a branch of ours that begins where our log is whole."""
         self._candidate = None
         parting = branches.first_parting(other, fork)
-        if not fork.mine and (parting is None or places.are_before(self._rounds.streams, parting)):
+        if not fork.mine and (parting is None or are_before(self._rounds.streams, parting)):
             self._context.chain = other
             if parting is not None:
                 self._rounds.rewind(parting)
