@@ -247,6 +247,7 @@ def test_after_a_power_cut_all_nodes_come_back_at_their_stages_in_whichever_orde
     )["tokens"]
     for node in run.nodes:
         node.kill()
+    begun = {node.folder.name: len(list(node.events("stage"))) for node in run.nodes}
     back = [run.join(name) for name in sorted(roles, reverse=True) if name != "founder"]
     first = back[0]
     waiting = first.reaches(
@@ -259,5 +260,7 @@ def test_after_a_power_cut_all_nodes_come_back_at_their_stages_in_whichever_orde
         assert found["role"] == roles[node.folder.name]
         node.reaches(lambda status: status["tokens"] >= before + 10 * STEP)
     assert len({tuple(node.status()["branch"]) for node in back}) == 1
-    kinds = {event["from"] for node in back for event in node.events("stage")}
+    later = [list(node.events("stage"))[begun[node.folder.name] :] for node in back]
+    assert all(later), "each life says how its stage begins"
+    kinds = {event["from"] for events in later for event in events}
     assert kinds <= {"its own state", "another server's state"}
