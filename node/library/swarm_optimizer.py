@@ -62,7 +62,6 @@ from farflock.optimizers.method import Method, Replica
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.layers import is_numbered, layers_of
 from farflock.optimizers.parts.portable_inner import make_portable
-from farflock.swarm.peer.peer import OpenWait
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -348,11 +347,14 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         if self._ranks.said:
             return self._ranks.said.status
 
-        async def waits() -> list[OpenWait]:
-            return self._here.waits()
+        here, members, last = self._here, self.members, self.last_round
+        if self._life.ended:
+            return status_of(here.peer, members, last, None)
 
-        waiting = [] if self._life.ended else self._life.call(waits)
-        return status_of(self._here.peer, self.members, self.last_round, waiting)
+        async def now() -> SwarmStatus:
+            return status_of(here.peer, members, last, here.waits())
+
+        return self._life.call(now)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

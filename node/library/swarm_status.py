@@ -1,7 +1,7 @@
 """The state of a swarm as a program can show it, in numbers and in words."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from farflock.node.library.loop_measures import RoundReport
 from farflock.swarm.peer.peer import OpenWait, Peer
@@ -39,15 +39,21 @@ class SwarmStatus:
 
 
 def status_of(
-    peer: Peer, members: tuple[str, ...], last_round: RoundReport | None, waits: Sequence[OpenWait]
+    peer: Peer,
+    members: tuple[str, ...],
+    last_round: RoundReport | None,
+    waits: Sequence[OpenWait] | None,
 ) -> SwarmStatus:
-    """Return the status of a peer that has these open waits."""
+    """Return the status of a peer that has these open waits, on its event loop; None of a peer that
+    has left, which hears nobody and waits for nobody."""
     sent, received = peer.context.links.total_bytes()
+    status = SwarmStatus(peer.me, members, last_round, sent, received)
+    if waits is None:
+        return status
     whom = {member for wait in waits for member in wait.whom}
     others = (member for member in members if member != peer.me)
     silent = [each for each in others if peer.context.life(each) in ("suspect", "dead")]
-    waited, unheard = tuple(sorted(whom)), tuple(silent)
-    return SwarmStatus(peer.me, members, last_round, sent, received, waited, unheard)
+    return replace(status, waits_for=tuple(sorted(whom)), unheard=tuple(silent))
 
 
 def _round_words(last: RoundReport | None) -> str:
