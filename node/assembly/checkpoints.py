@@ -14,6 +14,7 @@ import msgspec
 
 from farflock.node.assembly.coming_back import VIEW
 from farflock.node.assembly.resume import STEPPED, Resumable, checkpoint_state
+from farflock.node.model.llama import ModelConfig
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt, CheckpointError
 from farflock.node.state.cut import Cut
@@ -28,6 +29,7 @@ from farflock.swarm.peer.peer import Peer
 
 SAMPLES = "samples"  # in a checkpoint's meta: where its node stood in the data
 KEPT = 3  # unless `--keep` says otherwise
+CHECKPOINT_S = 600.0  # between two of them, unless `--checkpoint-every` says otherwise
 LOOK_EVERY_S = 0.05  # between two looks at a state that is being changed
 
 log = logging.getLogger(__name__)
@@ -106,11 +108,12 @@ class CheckpointManager:
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     cursor: Callable[[int], bytes] = lambda step: b""  # in the node's samples
     members: Callable[[], Sequence[PeerId]] = tuple
+    model: ModelConfig | None = None  # None: a program's own, of which no export can be made
     watch: EvaluationWatch | None = None  # None: the run is not evaluated here
     alone: bool = True  # no other process has a part of the state
     progress: SaveProgress = field(default_factory=SaveProgress)
     _intact: set[Path] = field(default_factory=set)
-    _written_s: float = field(default_factory=time.monotonic)
+    written_s: float = field(default_factory=time.monotonic)  # -inf: the first is due at once
     _writing: asyncio.Task[Path] | None = None
 
     async def pause(self) -> None:
@@ -118,8 +121,8 @@ class CheckpointManager:
         A full disk does not end training."""
         if self._writing is not None and self._writing.done():
             await self.written()
-        if self._writing is None and time.monotonic() - self._written_s >= self.every_s:
-            self._written_s = time.monotonic()
+        if self._writing is None and time.monotonic() - self.written_s >= self.every_s:
+            self.written_s = time.monotonic()
             if self._present() is None:
                 self._writing = asyncio.create_task(self._write(await self.compute(self.cut)))
 
@@ -196,7 +199,7 @@ class CheckpointManager:
 
     async def _write(self, moment: CheckpointCut) -> Path:
         folder = folder_of(self.folder, self.role)
-        config = {"config.json": msgspec.json.encode(self.node.model.config)}
+        config = {} if self.model is None else {"config.json": msgspec.json.encode(self.model)}
         if isinstance(self.tokenizer, JsonTokenizer):
             config[JSON_NAME] = self.tokenizer.raw
         began_s = time.monotonic()

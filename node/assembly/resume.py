@@ -16,7 +16,6 @@ import msgspec
 from torch import Tensor
 
 from farflock.node.loop import Loop
-from farflock.node.model.llama import Llama
 from farflock.node.model.replica import drop_spoiled
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt
 from farflock.node.train.driver import Pending, RunPosition
@@ -42,8 +41,6 @@ class Newcomer(Protocol):
 class Resumable(Protocol):
     """A whole replica or one stage, as a checkpoint stores it."""
 
-    @property
-    def model(self) -> Llama: ...
     @property
     def loop(self) -> Loop: ...
     @property

@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from farflock.node.assembly.known_run import KnownRun, keep_terms
@@ -250,3 +251,10 @@ class AddressCache:
         except (OSError, ValueError, Usage):
             return None
         return invite if invite.run == run else None
+
+
+def widened(invite: Invite, remembered: Invite | None) -> Invite:
+    """Return the invite, with the addresses of members that this peer has known."""
+    members = (*invite.members, *(remembered.members if remembered else ()))
+    distinct = {(member.peer, member.host): member for member in reversed(members)}
+    return replace(invite, members=tuple(reversed(distinct.values())))

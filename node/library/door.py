@@ -3,22 +3,27 @@
 It does for optimizers what node/process/entering.py does for nodes, but in a background
 thread."""
 
+import asyncio
 import contextlib
 import logging
+import math
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from farflock.node.assembly.known_run import KNOWN_S, learn_run, listed_by_members, own_run
-from farflock.node.assembly.learnt import learn_terms
+from farflock.node.assembly.checkpoints import CHECKPOINT_S, CheckpointManager, last_of, members_of
+from farflock.node.assembly.known_run import KnownRun, learn_run, listed_by_members, own_run
 from farflock.node.assembly.own_world import identity_of, require_startable
-from farflock.node.assembly.session import AddressCache, Session
-from farflock.node.errors import RefusedByRun
+from farflock.node.assembly.peer_world import PeerWorld
+from farflock.node.assembly.session import AddressCache, Session, widened
+from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.forked import closed_in_forks
 from farflock.node.library.presence import JoinRequest, OptimizerNode, present
+from farflock.node.library.rank_calls import is_grouped
 from farflock.node.process.freed import trimmed
 from farflock.node.process.host import OwnPlace
 from farflock.node.process.network import MachineOptions, network
@@ -26,6 +31,8 @@ from farflock.node.run.invite import Invite, parse
 from farflock.node.run.manifest import Manifest
 from farflock.node.run.model_section import UserModel
 from farflock.node.run.user_terms import founded, require_agreed
+from farflock.node.state.checkpoint import Checkpoint, CheckpointError
+from farflock.node.state.kept_views import KeptViews
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.state_sync import Spool
@@ -34,6 +41,12 @@ from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.identity import Identity
 from farflock.swarm.record import unseal
 from farflock.swarm.zmq.links import ZmqLinks
+
+KEPT = 2  # checkpoints: the newest, and the one before, if a disk spoils that
+FORGETS = (
+    "no folder is named, so nothing is kept for the next start of this program: it would begin"
+    " another run, or join as a newcomer"
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +61,8 @@ class NetworkEntryPoint:
     port: int = 0
     dht_port: int = 0
     client_mode: bool = False
-    folder: Path | None = None  # holds the identity's key; None: a temporary one
+    folder: Path | None = None  # holds what is kept for the next start; None: a temporary one
+    checkpoint_s: float = CHECKPOINT_S
 
     def enter(
         self, join_request: JoinRequest
@@ -78,60 +92,135 @@ class NetworkEntryPoint:
     ) -> AsyncIterator[OptimizerNode]:
         """Open everything from the folder to the peer, to join by an invite or to start a run;
         close it in the reverse order."""
-        with contextlib.ExitStack() as kept:
+        async with contextlib.AsyncExitStack() as kept:
             folder = self.folder or Path(
                 kept.enter_context(tempfile.TemporaryDirectory(prefix="farflock-"))
             )
             place = OwnPlace(self.host, self.port, self.dht_port, self.client_mode)
-            machine = MachineOptions(RunFolder(folder), place)
-            identity = identity_of(machine.folder)
+            machine = MachineOptions(RunFolder(folder), place, checkpoint_s=self.checkpoint_s)
             # A step waits for the state's thread, and not for what others need reduced.
             state = Worker("state")
             kept.callback(state.close)
-            starts = isinstance(way, Manifest)
-            run = way.run_id(identity.peer) if isinstance(way, Manifest) else way.run
-            if starts and await _lives_on(machine, identity, run):
-                starts, way = False, AddressCache(machine.folder).read(run) or way
-            contacts = () if isinstance(way, Manifest) else way.members
-            async with network(machine, identity, run, contacts) as (world, links):
-                if isinstance(way, Manifest):
-                    known = own_run(identity, way, join_request.listed)
-                else:
-                    known = await learn_run(world, way, model=UserModel)
-                    theirs = await listed_by_members(links, known, join_request.listed)
-                    require_agreed(known.manifest, join_request.wished, join_request.listed, theirs)
-                async with Session(world, identity, known).running() as session:
-                    peer, files = session.peer, world.workers.files
-                    peer.context.store.put(join_request.listed, "listing")
-                    report = trimmed(join_request.report, files, peer.context.spawn)
-                    here = OptimizerNode.assemble(
-                        replace(join_request, report=report),
-                        known.manifest,
-                        peer,
-                        state,
-                        session.invite,
-                        founder=starts,
-                        spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
-                    )
-                    own = unseal(links.record(), run).endpoints
-                    with closed_in_forks(machine.folder.identity, lambda: _addresses(own, links)):
-                        async with present(session, here):
-                            yield here
+            # Of several processes, each has a part of the state, and reads it with the others.
+            keeps = self.folder is not None and not is_grouped()
+            life = _Life(machine, identity_of(machine.folder), join_request, state, keeps)
+            if self.folder is None:
+                log.warning("%s", FORGETS)
+            yield await _entered(kept, life, way)
 
 
-async def _lives_on(machine: MachineOptions, identity: Identity, run: str) -> bool:
-    """Return whether a member of the run that this program started in an earlier life answers: then
-    it goes back there, and begins no second one."""
-    before = AddressCache(machine.folder).read(run)
-    if before is None:
-        return False
-    try:
-        async with network(machine, identity, run, before.members) as (world, _):
-            await learn_terms(world, before, KNOWN_S)
-    except (RefusedByRun, DirectoryUnreachable):
-        log.info("no member of the run that this folder knows answers, so it begins again")
-        return False
-    return True
+async def _entered(
+    kept: contextlib.AsyncExitStack, life: "_Life", way: Invite | Manifest
+) -> OptimizerNode:
+    """Enter the run as long as `kept` lasts. A program that started it in an earlier life goes back
+    to the others, and begins alone only if nobody comes."""
+    if isinstance(way, Invite):
+        return await kept.enter_async_context(life.joined(way))
+    run, me = way.run_id(life.identity.peer), life.identity.peer
+    remembered = AddressCache(life.machine.folder).read(run)
+    if remembered is not None and not KeptViews(life.machine.folder.views).alone(run, me):
+        try:
+            return await kept.enter_async_context(life.joined(remembered))
+        except (RefusedByRun, DirectoryUnreachable) as reason:
+            log.info("no other member can be reached, so this program goes on alone: %s", reason)
+    return await kept.enter_async_context(life.started(way))
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """One life of a program: its machine and folder, and what it brings into a run."""
+
+    machine: MachineOptions
+    identity: Identity
+    join_request: JoinRequest
+    state: Worker
+    keeps: bool  # the state, in the folder
+
+    @contextlib.asynccontextmanager
+    async def started(self, manifest: Manifest) -> AsyncIterator[OptimizerNode]:
+        """Be in this program's own run: begin it, or go on where the last life stopped."""
+        known = own_run(self.identity, manifest, self.join_request.listed)
+        before = await self._last(known.run)
+        async with (
+            network(self.machine, self.identity, known.run, ()) as (world, links),
+            self._present(world, links, known, before, founder=True) as here,
+        ):
+            yield here
+
+    @contextlib.asynccontextmanager
+    async def joined(self, invite: Invite) -> AsyncIterator[OptimizerNode]:
+        """Be in the run of an invite."""
+        wished, listed = self.join_request.wished, self.join_request.listed
+        invite = widened(invite, AddressCache(self.machine.folder).read(invite.run))
+        before = await self._last(invite.run)
+        contacts = invite.members
+        async with network(self.machine, self.identity, invite.run, contacts) as (world, links):
+            known = await learn_run(world, invite, model=UserModel)
+            theirs = await listed_by_members(links, known, listed)
+            require_agreed(known.manifest, wished, listed, theirs)
+            async with self._present(world, links, known, before, founder=False) as here:
+                yield here
+
+    @contextlib.asynccontextmanager
+    async def _present(
+        self,
+        world: PeerWorld,
+        links: ZmqLinks,
+        known: KnownRun,
+        before: Checkpoint | None,
+        *,
+        founder: bool,
+    ) -> AsyncIterator[OptimizerNode]:
+        folder, files = self.machine.folder, world.workers.files
+        async with Session(world, self.identity, known).running() as session:
+            peer = session.peer
+            peer.context.store.put(self.join_request.listed, "listing")
+            report = trimmed(self.join_request.report, files, peer.context.spawn)
+            here = OptimizerNode.assemble(
+                replace(self.join_request, report=report),
+                known.manifest,
+                peer,
+                self.state,
+                session.invite,
+                founder=founder,
+                spool=Spool(files, OuterFiles(folder.snapshots).allocate),
+            )
+            here.before, here.keeper = before, self._keeper(here, known)
+            own = unseal(links.record(), known.run).endpoints
+            with closed_in_forks(folder.identity, lambda: _addresses(own, links)):
+                async with present(session, here):
+                    yield here
+
+    async def _last(self, run: str) -> Checkpoint | None:
+        """Return the checkpoint of the last life in a run, if there is one; raise `Failure` if all
+        are corrupt."""
+        if not self.keeps:
+            return None
+        try:
+            return await asyncio.to_thread(last_of, self.machine.folder, run, role_in(run))
+        except CheckpointError as error:
+            raise Failure("the state in this folder cannot be used", str(error), "") from error
+
+    def _keeper(self, here: OptimizerNode, known: KnownRun) -> CheckpointManager | None:
+        if not self.keeps:
+            return None
+        return CheckpointManager(
+            here,
+            self.machine.folder,
+            known.run,
+            known.manifest.canonical().decode(),
+            self.machine.checkpoint_s,
+            role_in(known.run),
+            keep=KEPT,
+            written_s=-math.inf,  # a folder that knows a run has a state of it, too
+            members=partial(members_of, here.peer),
+        )
+
+
+def role_in(run: str) -> str:
+    """Return the role under which a folder keeps the state of a program in a run: one folder may
+    see several runs."""
+    return f"program:{run[:16]}"
 
 
 def _addresses(own: Sequence[str], links: ZmqLinks) -> Iterator[str]:

@@ -17,7 +17,8 @@ ROUNDS = 2  # the first may have been decided already, without this peer
 class OwnSteps:
     """This program's steps, as far as they are known to be in a round with others."""
 
-    made: int = 0  # steps of the loop up to the last one that trained
+    begins: int = 0  # the step of the loop at which this life of the program began
+    made: int = 0  # steps since then up to the last one that trained
     shared: int = 0  # of these, up to the last one that a round has taken
     rounded: int = 0  # of these, up to the last one whose round is over, whatever came of it
     company: bool = False  # others have been there
@@ -26,11 +27,12 @@ class OwnSteps:
 
     def stepped(self, step: int, members: int) -> None:
         """Count a step that trained."""
-        self.made, self.company = step, self.company or members > 1
+        self.made, self.company = step - self.begins, self.company or members > 1
         self._asked_since.clear()
 
     async def counted(self, result: Result, step: int) -> None:
         """Note the result of an exchange that was asked for at this step of the loop."""
+        step -= self.begins  # an exchange of the last life has none of these
         if result.taken and len(result.participants) > 1:
             self.company, self.shared = True, max(self.shared, min(step, self.made))
         self.rounded = max(self.rounded, min(step, self.made))

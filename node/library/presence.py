@@ -15,22 +15,25 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from farflock.node.assembly.coming_back import come_back
+from farflock.node.assembly.checkpoints import CheckpointManager
+from farflock.node.assembly.coming_back import come_back, recall
 from farflock.node.assembly.core import Core
 from farflock.node.assembly.part import WholePart
+from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.assembly.session import Session
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.averaged_buffers import AveragedBuffers, with_buffers
 from farflock.node.library.background import BackgroundContext
 from farflock.node.library.join_progress import tell_listener
-from farflock.node.library.remembered import recall
 from farflock.node.loop import Loop
 from farflock.node.reporting import Report
 from farflock.node.run.manifest import Manifest
 from farflock.node.run.user_terms import TomlTable
+from farflock.node.state.checkpoint import Checkpoint, CheckpointError
 from farflock.node.train.driver import Driver
 from farflock.node.train.ending import drop
-from farflock.node.train.state_sync import Spool
+from farflock.node.train.state_sync import Spool, StateSync
+from farflock.node.train.task import Loss
 from farflock.optimizers.method import Progress
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
@@ -66,6 +69,7 @@ class ExternalStep:
     closure: Callable[[], Any] | None = None
     returned: Any = None
     trained_tokens: int = 0  # of all steps, whatever each of them counted for
+    joined_at: int = 0  # as in a checkpoint; the program warms up as it likes
 
     @property
     def weight(self) -> float:
@@ -112,6 +116,9 @@ class OptimizerNode(WholePart):
     training_task: ExternalStep
     invite: Callable[[], str]
     founder: bool
+    before: Checkpoint | None = None  # of its last life in this run
+    keeper: CheckpointManager | None = None  # None: nothing is kept on the disk
+    began_at: int = 0  # the step of the loop at which this life began
     watch: None = None  # programs do not evaluate the run
     evaluates: bool = False
     patient: bool = False  # on leaving, wait for peers that still need the last round
@@ -149,11 +156,32 @@ class OptimizerNode(WholePart):
         called."""
         await self.until(lambda: self.stopping or self.tokens >= total_tokens, None)
 
-    async def resume(self, saved: dict[str, Any]) -> None:
-        """Start a run again from the swarm's part of a state dict; raise `Usage` if it does not
-        fit."""
-        self.found()
-        await recall(self, saved)
+    @property
+    def state_sync(self) -> StateSync:
+        """The state that the members share."""
+        return self.loop.state_sync
+
+    async def end_step(self, loss: Loss) -> None:
+        """Let the loop end a step, and write a checkpoint if one is due."""
+        await self.loop.end_step(loss)
+        if self.keeper is not None:
+            await self.keeper.pause()
+
+    async def save(self) -> None:
+        """Write a checkpoint of the last step where one can be read again by the next life; a full
+        disk is said, and nothing else."""
+        if self.keeper is not None:
+            try:
+                await self.keeper.save()
+            except CheckpointError as error:
+                log.warning("the program's state is not kept: %s", error)
+
+    async def resume(self, saved: Checkpoint) -> None:
+        """Start the run again where this program's checkpoint ends; raise `CheckpointCorrupt` if it
+        does not fit."""
+        self.peer.found()
+        load_state(self, saved)
+        self.began_at = self.step
 
     async def join(
         self,
@@ -162,14 +190,19 @@ class OptimizerNode(WholePart):
         downloaded: DownloadProgress = lambda here, total: None,
     ) -> None:
         """Join the run through the members with these records: learn the views, adopt the state,
-        of which the listener of `join_progress` hears too, pass the gate, and be admitted, for
-        which it waits as long as a member is there. Raise `RefusedByRun` once none has been for
-        `timeout_s`, and `Failure` once nothing of the state comes any more."""
+        of which the listener of `join_progress` hears too, or go on from that of the last life,
+        pass the gate, and be admitted, for which it waits as long as a member is there. Raise
+        `RefusedByRun` once none has been for `timeout_s`, and `Failure` once nothing of the state
+        comes any more."""
 
         def verified(here_bytes: int, total_bytes: int) -> None:
             downloaded(here_bytes, total_bytes)
             tell_listener(self.peer.snapshots)
 
+        if self.before is not None:
+            load_moments(self, self.before)
+            self.began_at = self.step
+            await recall(self, self.before)
         try:
             async with while_there(self.peer, timeout_s):
                 await self.peer.meet(records, ANSWER_TIMEOUT_S)
@@ -261,10 +294,12 @@ class EntryPoint(Protocol):
 @contextlib.asynccontextmanager
 async def present(session: Session, here: OptimizerNode) -> AsyncIterator[None]:
     """Take part in the run; say goodbye at the end, whatever ended it."""
-    if here.founder:
+    if not here.founder:
+        await session.join(here, SILENT_S)
+    elif here.before is None:
         session.start(here)
     else:
-        await session.join(here, SILENT_S)
+        await session.resume(here, here.before)
     try:
         yield
     finally:

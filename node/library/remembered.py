@@ -39,8 +39,8 @@ async def remember(here: "OptimizerNode") -> dict[str, Any]:
 async def recall(here: "OptimizerNode", swarm: dict[str, Any]) -> None:
     """Restore it; raise `Usage` if this peer has made a step, or if it does not fit."""
     loop = here.loop
-    if loop.step:
-        why = f"this optimizer has already made {loop.step} steps"
+    if made := loop.step - here.began_at:
+        why = f"this optimizer has already made {made} steps"
         raise Usage("the state cannot be loaded now", why, "load it before the first step")
     driver = loop.driver
     try:

@@ -87,7 +87,9 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
     scheduler set the learning rate in `param_groups`, which are the inner optimizer's. Some methods
     need a certain one: demo and flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose
     moments it can send. A step adds `tokens_per_step` to the run's progress. Links are on `host`
-    (default: loopback). `folder` keeps the identity; without it, the identity is temporary.
+    (default: loopback). `folder` keeps what a program needs to go on when it is started
+    again: its identity and, after the first step, every ten minutes and at the end, its state (none
+    of several processes that are one peer). Without it, a program is a stranger the next time.
     `outer_state="disk"` keeps the method's state in memory-mapped files of the folder, for models
     whose state does not fit into memory; `outer_state="device"` keeps it, and encodes and computes
     with it, on the device of the model. `on_jump` says what follows if the program changes weights
@@ -163,6 +165,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
                 )
                 self._here, self._end = self._life.value, weakref.finalize(self, end)
                 self._here.loop.counted = self._own.counted
+                self._own.begins = self._here.began_at
                 made = self._here.terms.build()
                 try:
                     require_fit(self.method, made, self._inner, self._replica.names)
@@ -221,7 +224,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         self._own.stepped(loop.step + 1, len(self.members))
         try:
             with self._news.waiting():
-                life.call(partial(loop.end_step, loss), through=True)
+                life.call(partial(self._here.end_step, loss), through=True)
         except UnencodableTensor as error:
             self._end()  # or each later step would fail in another way
             raise Failure("this peer leaves its run", str(error), "") from error
@@ -433,6 +436,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
                     try:
                         if leads and not self._life.ended:
                             self._life.call(lambda: drain(self._here.loop, DRAIN_S))
+                            self._life.call(self._here.save)
                             self._here.patient = True
                             self._own.tell()
                     finally:

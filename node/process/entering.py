@@ -14,7 +14,7 @@ from farflock.node.assembly.checkpoints import last_of
 from farflock.node.assembly.known_run import KnownRun, learn_run, own_run
 from farflock.node.assembly.learnt import LEARN_TIMEOUT_S, known_members
 from farflock.node.assembly.own_world import identity_of
-from farflock.node.assembly.session import AddressCache, Session
+from farflock.node.assembly.session import AddressCache, Session, widened
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.process.assembling import assembled
@@ -182,13 +182,6 @@ async def _join(
                     "joined", {"tokens": part.tokens, "run": run, "role": part.role}
                 )
                 return await node.train(on_start)
-
-
-def widened(invite: Invite, remembered: Invite | None) -> Invite:
-    """Return the invite, with the addresses of members that this node has known."""
-    members = (*invite.members, *(remembered.members if remembered else ()))
-    distinct = {(member.peer, member.host): member for member in reversed(members)}
-    return replace(invite, members=tuple(reversed(distinct.values())))
 
 
 @contextlib.contextmanager

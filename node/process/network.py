@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from farflock.node.assembly.checkpoints import CHECKPOINT_S
 from farflock.node.assembly.own_world import open_world
 from farflock.node.assembly.peer_world import PeerWorld
 from farflock.node.model.device import Device
@@ -37,7 +38,7 @@ class MachineOptions:
     place: OwnPlace = field(default_factory=OwnPlace)  # where it listens
     threads: int = 1
     codec_threads: int = 1
-    checkpoint_s: float = 600.0  # between checkpoints
+    checkpoint_s: float = CHECKPOINT_S  # between checkpoints
     keep: int = 3  # checkpoints
     keep_bytes: int | None = None  # of checkpoints
     role: str = "auto"  # in a run with a pipeline (node/process/pipeline_role.py)

@@ -196,6 +196,7 @@ def _keeper(inputs: NodeInputs, serving: StageNode, worker: Compute) -> Checkpoi
         keep_bytes=machine.keep_bytes,
         compute=worker,
         tokenizer=inputs.text.tokenizer,
+        model=serving.model.config,
         members=partial(members_of, serving.peer),
     )
 

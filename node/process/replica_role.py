@@ -89,6 +89,7 @@ def replica_of(
         keep=machine.keep,
         keep_bytes=machine.keep_bytes,
         tokenizer=text.tokenizer,
+        model=node.model.config,
         cursor=lambda step: samples.place(step * accumulate),
         members=partial(members_of, peer),
     )

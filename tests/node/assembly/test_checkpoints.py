@@ -182,6 +182,7 @@ def test_what_is_written_says_where_the_run_is(bench, text, tmp_path):
     node = run_virtual(main())
     members = partial(members_of, node.peer)
     keeper = CheckpointManager(node, RunFolder(tmp_path), "a" * 32, "text", 0.0, members=members)
+    keeper.model = node.model.config
     saved = checkpoint.load(asyncio.run(keeper.save()))
     assert saved.meta["tokens"] == 640
     assert saved.meta["step"] == saved.step == node.loop.step

@@ -11,7 +11,6 @@ from worlds.waiting import until
 
 from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.library.presence import ExternalStep, JoinRequest, OptimizerNode
-from farflock.node.library.remembered import remember
 from farflock.node.model.replica import PlainReplica
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.node import PipelineNode
@@ -117,9 +116,6 @@ class OwnLoop(Replica):
                 await asyncio.sleep(STEP_S)
 
         return program()
-
-    async def saved(self, part, folder):
-        return await remember(part)
 
 
 @pytest.fixture(params=[Replica, Stages, OwnLoop])

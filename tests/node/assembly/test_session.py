@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,15 +17,16 @@ from worlds.waiting import until
 from farflock.node.assembly.known_run import learn_run, own_run
 from farflock.node.assembly.own_world import identity_of
 from farflock.node.assembly.peer_world import Clock, Files, PeerWorld
+from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.assembly.session import INVITE_LASTS_S, AddressCache, Session
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.presence import ExternalStep, JoinRequest, OptimizerNode
-from farflock.node.library.remembered import remember
 from farflock.node.model.replica import PlainReplica
 from farflock.node.process.network import MachineOptions, network
 from farflock.node.run.invite import Invite, founder_of, parse
 from farflock.node.run.model_section import UserModel
 from farflock.node.run.user_terms import fingerprint, founded, wish
+from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.compute import inline
 from farflock.swarm.contact import Contact
@@ -312,7 +314,9 @@ def test_the_same_seed_gives_the_same_bytes(kind, tmp_path):
 def test_a_founder_that_nobody_outlived_resumes_in_another_life(kind):
     async def first_life():
         async with founder(kind) as (_, program):
-            return await remember(program.part), program.part.step
+            groups, cursors = checkpoint_state(program.part)
+            step = program.part.step
+            return Checkpoint(Path(), step, groups, {"node": cursors}, {}), step
 
     async def second_life(saved, step):
         known = own_run(identity(0), manifest())

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from farflock.node.process.entering import widened
+from farflock.node.assembly.session import widened
 from farflock.node.run.invite import Invite
 from farflock.swarm.contact import Contact
 
