@@ -18,26 +18,34 @@ from torch import Tensor
 from farflock.node.assembly.checkpoints import folder_of
 from farflock.node.demo.baselines import train_baseline
 from farflock.node.demo.demo import Child, Demo, Mark
-from farflock.node.demo.report import held_against, train_text
+from farflock.node.demo.report import held_against, mean_of, train_text
 from farflock.node.errors import Failure
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.stage_tensors import joined
-from farflock.node.run.manifest import Manifest, resolve
+from farflock.node.run.manifest import Manifest, demo_options, resolve
 from farflock.node.run.terms import RunPlan
 from farflock.node.state import checkpoint
 from farflock.node.state.paths import RunFolder
+from farflock.optimizers.catalog import NAMES, options_of
 from farflock.swarm.roles import role_of
 
+METHOD = "ddp"
+DEADLINE_S = 10.0  # servers pass batches on beside their rounds
 STAGES, SERVERS = 3, 2
 MIDDLE = 1
 KILL_ONE_AT, KILL_STAGE_AT, LATE_AT = 0.25, 0.45, 0.55
 
 
-def pipeline_manifest(steps: int) -> Manifest:
-    """Return the manifest of `farflock demo --pipeline`; equal stages can replace each other."""
+def pipeline_manifest(steps: int, method: str = METHOD) -> Manifest:
+    """Return the manifest of `farflock demo --pipeline`; equal stages can replace each other. Raise
+    `Usage` for a method that does not run inside pipelines."""
     # DDP's rate follows the run alone, and so do the baselines'
     train = {"batch": 4, "seq": 64, "joiner_steps": 0}
-    batch = 8
+    batch, options = 8, demo_options(method, steps)
+    if "deadline_s" in options:
+        options["deadline_s"] = DEADLINE_S
+    if method in NAMES and "fragments" in options_of(method):
+        options["fragments"] = 1  # each stage has one layer
     return resolve(
         {
             "run": {
@@ -56,8 +64,8 @@ def pipeline_manifest(steps: int) -> Manifest:
             },
             "train": train,
             "pipeline": {"stages": STAGES, "batch": batch},
-            "method": {"name": "ddp", "options": {}},
-            "exchange": {"view_s": 2.0, "start_peers": STAGES * SERVERS, "deadline_s": 10.0},
+            "method": {"name": method, "options": options},
+            "exchange": {"view_s": 2.0, "start_peers": STAGES * SERVERS},
             "evaluation": {"sequences": 64},
         }
     )
@@ -131,7 +139,9 @@ def report(
 
 
 def assembled(plan: RunPlan, stages: int, children: Sequence[Child]) -> Llama:
-    """Return the whole model from each stage's newest checkpoint; raise `Failure` without one."""
+    """Return the whole model from the mean of each stage's servers that came to the run's end (an
+    exact method left them equal), or else from its newest checkpoint; raise `Failure` without
+    one."""
     pieces: list[dict[str, Tensor]] = []
     for stage in range(stages):
         folders = (
@@ -146,7 +156,9 @@ def assembled(plan: RunPlan, stages: int, children: Sequence[Child]) -> Llama:
                 "none of its servers ended well",
                 "read their log.txt",
             )
-        pieces.append(max(found, key=lambda saved: int(saved.meta["tokens"])).groups["model"])
+        found.sort(key=lambda saved: int(saved.meta["tokens"]))
+        ended = [one for one in found if int(one.meta["tokens"]) >= plan.schedule.total_tokens]
+        pieces.append(mean_of([saved.groups["model"] for saved in ended or found[-1:]]))
     model = build(plan.model, plan.run_seed)
     with torch.no_grad():
         for name, x in joined(pieces).items():

@@ -106,11 +106,15 @@ def _numbers(compared: Comparison) -> dict[str, float | None]:
     }
 
 
+def mean_of(states: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the mean of models with equal names and shapes."""
+    return {name: torch.stack([each[name] for each in states]).mean(dim=0) for name in states[0]}
+
+
 def _swarm_model(plan: RunPlan, children: Sequence[Child]) -> Llama:
     """Return the mean of the survivors' models as evaluated (for an exact method they are
     equal)."""
-    states = [checkpoint.load(found).groups["model"] for found in _checkpoints(children)]
-    mean = {name: torch.stack([each[name] for each in states]).mean(dim=0) for name in states[0]}
+    mean = mean_of([checkpoint.load(found).groups["model"] for found in _checkpoints(children)])
     model = build(plan.model, plan.run_seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -140,10 +140,9 @@ class _Life:
     async def started(self, manifest: Manifest) -> AsyncIterator[OptimizerNode]:
         """Be in this program's own run: begin it, or go on where the last life stopped."""
         known = own_run(self.identity, manifest, self.join_request.listed)
-        before = await self._last(known.run)
         async with (
             network(self.machine, self.identity, known.run, ()) as (world, links),
-            self._present(world, links, known, before, founder=True) as here,
+            self._present(world, links, known, founder=True) as here,
         ):
             yield here
 
@@ -152,24 +151,17 @@ class _Life:
         """Be in the run of an invite."""
         wished, listed = self.join_request.wished, self.join_request.listed
         invite = widened(invite, AddressCache(self.machine.folder).read(invite.run))
-        before = await self._last(invite.run)
         contacts = invite.members
         async with network(self.machine, self.identity, invite.run, contacts) as (world, links):
             known = await learn_run(world, invite, model=UserModel)
             theirs = await listed_by_members(links, known, listed)
             require_agreed(known.manifest, wished, listed, theirs)
-            async with self._present(world, links, known, before, founder=False) as here:
+            async with self._present(world, links, known, founder=False) as here:
                 yield here
 
     @contextlib.asynccontextmanager
     async def _present(
-        self,
-        world: PeerWorld,
-        links: ZmqLinks,
-        known: KnownRun,
-        before: Checkpoint | None,
-        *,
-        founder: bool,
+        self, world: PeerWorld, links: ZmqLinks, known: KnownRun, *, founder: bool
     ) -> AsyncIterator[OptimizerNode]:
         folder, files = self.machine.folder, world.workers.files
         async with Session(world, self.identity, known).running() as session:
@@ -185,7 +177,7 @@ class _Life:
                 founder=founder,
                 spool=Spool(files, OuterFiles(folder.snapshots).allocate),
             )
-            here.before, here.keeper = before, self._keeper(here, known)
+            here.before, here.keeper = await self._last(known.run), self._keeper(here, known)
             own = unseal(links.record(), known.run).endpoints
             with closed_in_forks(folder.identity, lambda: _addresses(own, links)):
                 async with present(session, here):

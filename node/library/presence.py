@@ -116,7 +116,7 @@ class OptimizerNode(WholePart):
     training_task: ExternalStep
     invite: Callable[[], str]
     founder: bool
-    before: Checkpoint | None = None  # of its last life in this run
+    before: Checkpoint | None = None  # of its last life in this run, until it has gone on from it
     keeper: CheckpointManager | None = None  # None: nothing is kept on the disk
     began_at: int = 0  # the step of the loop at which this life began
     watch: None = None  # programs do not evaluate the run
@@ -181,7 +181,8 @@ class OptimizerNode(WholePart):
         does not fit."""
         self.peer.found()
         load_state(self, saved)
-        self.began_at = self.step
+        self.began_at, self.before = self.step, None  # its tensors take memory
+        log.warning("this program goes on from its folder's state, after step %d", self.step)
 
     async def join(
         self,
@@ -201,8 +202,8 @@ class OptimizerNode(WholePart):
 
         if self.before is not None:
             load_moments(self, self.before)
-            self.began_at = self.step
             await recall(self, self.before)
+            self.began_at, self.before = self.step, None  # its tensors take memory
         try:
             async with while_there(self.peer, timeout_s):
                 await self.peer.meet(records, ANSWER_TIMEOUT_S)

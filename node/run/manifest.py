@@ -362,12 +362,7 @@ def override(table: dict[str, Any], assignment: str) -> None:
 
 
 def demo_manifest(method: str, peers: int, steps: int) -> Manifest:
-    """Return the manifest of `farflock demo`: its few steps call for short rounds and waits."""
-    known = options_of(method) if method in NAMES else {}
-    options: dict[str, Any] = {"codec": "int8"} if method == "diloco" else {}
-    for name, most in (("period", max(4, min(10, steps // 10))), ("deadline_s", 6.0)):
-        if name in known:
-            options[name] = min(most, known[name])
+    """Return the manifest of `farflock demo`."""
     train = {"batch": 8, "seq": 64}
     return resolve(
         {
@@ -377,10 +372,20 @@ def demo_manifest(method: str, peers: int, steps: int) -> Manifest:
                 "total_tokens": peers * steps * math.prod(train.values()),
             },
             "train": train,
-            "method": {"name": method, "options": options},
+            "method": {"name": method, "options": demo_options(method, steps)},
             "exchange": {"view_s": 2.0, "start_peers": peers},
         }
     )
+
+
+def demo_options(method: str, steps: int) -> dict[str, Any]:
+    """Return a method's options in a demo, whose few steps call for short rounds and waits."""
+    known = options_of(method) if method in NAMES else {}
+    options: dict[str, Any] = {"codec": "int8"} if method == "diloco" else {}
+    for name, most in (("period", max(4, min(10, steps // 10))), ("deadline_s", 6.0)):
+        if name in known:
+            options[name] = min(most, known[name])
+    return options
 
 
 def simulated_default(assignments: Sequence[str], prepared: Sequence[Path] = ()) -> Manifest:

@@ -43,14 +43,16 @@ for child in psutil.Process().children(recursive=True):
 
 
 @contextlib.contextmanager
-def example(nursery, *arguments):
-    process = nursery.popen(
-        [sys.executable, str(EXAMPLE), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=ENVIRONMENT,
-    )
+def example(nursery, warned, *arguments):
+    """A process of the example, whose warnings go to a file."""
+    with warned.open("a") as stream:
+        process = nursery.popen(
+            [sys.executable, str(EXAMPLE), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            text=True,
+            env=ENVIRONMENT,
+        )
     try:
         yield process
     finally:
@@ -63,12 +65,18 @@ def await_end(pids):
     until_real(lambda: not any(map(alive, pids)), f"the end of the processes {pids}")
 
 
-def test_two_processes_of_the_example_train_one_model(nursery):
-    with example(nursery) as founder:
-        invite = line_of(founder, "the invite").split()[-1]
-        with example(nursery, invite) as joiner:
-            texts = [output_of(process, "the example") for process in (founder, joiner)]
-            assert [founder.returncode, joiner.returncode] == [0, 0], texts
+def test_two_processes_of_the_example_train_one_model(nursery, tmp_path):
+    warned = tmp_path / "warned.txt"
+    with example(nursery, warned) as founder:
+        invite = line_of(founder, "the invite", warned.read_text).split()[-1]
+        with example(nursery, warned, invite) as joiner:
+            texts = [
+                output_of(process, "the example", warned.read_text) for process in (founder, joiner)
+            ]
+            assert [founder.returncode, joiner.returncode] == [0, 0], warned.read_text()
+    assert (
+        warned.read_text().count("no folder is named, so nothing is kept for the next start") == 2
+    )
     rounds = [
         [(int(n), status, int(peers)) for n, status, peers in ROUND.findall(text)] for text in texts
     ]

@@ -36,9 +36,8 @@ METHOD = "best-100"  # of DDP's gain it keeps most, at the fewest bytes (docs/qu
 )
 @click.option(
     "--method",
-    default=METHOD,
-    show_default=True,
-    help="A method or preset: noloco, diloco, best-500, ...",
+    help="A method or preset: noloco, diloco, best-500, ..."
+    f" (default: {METHOD}; ddp with --pipeline).",
 )
 @click.option(
     "--pipeline",
@@ -67,7 +66,7 @@ METHOD = "best-100"  # of DDP's gain it keeps most, at the fewest bytes (docs/qu
 def command(
     peers: int,
     steps: int,
-    method: str,
+    method: str | None,
     pipeline: bool,
     codec_threads: int,
     device: str,
@@ -79,8 +78,8 @@ def command(
     One peer is killed, a newcomer joins, and the founder is frozen for a while. At the end the
     swarm is compared with data parallelism and with a peer that never communicates.
 
-    --pipeline ignores --peers and --method: a trainer and six servers, two per stage, of which
-    one is killed, and then both servers of one stage.
+    --pipeline ignores --peers: a trainer and six servers, two per stage, of which one is killed,
+    and then both servers of one stage. The servers of each stage use the method among themselves.
 
     Ctrl-C ends all processes after they have saved, and exits with 130; press Ctrl-C again to quit
     immediately."""
@@ -88,14 +87,14 @@ def command(
 
     choose(device)  # or each process would refuse it
     if pipeline:
-        _pipeline(Output(as_json), steps, folder, device)
+        _pipeline(Output(as_json), steps, method, folder, device)
         return
     from farflock.node.cli.live import live
     from farflock.node.demo.demo import Demo
     from farflock.node.demo.figure import warn_of_no_figure
     from farflock.node.run.manifest import demo_manifest
 
-    out = Output(as_json)
+    out, method = Output(as_json), method or METHOD
     warn_of_no_figure(out.line)
     described = demo_manifest(method, peers, steps)
     with _place(folder) as place:
@@ -137,29 +136,32 @@ def _contributors(plan: "RunPlan") -> int:
     return 1 if plan.options.get("enough") else 2  # `async` closes a round with one arrival
 
 
-def _pipeline(out: Output, steps: int, folder: Path | None, device: str) -> None:
+def _pipeline(
+    out: Output, steps: int, method: str | None, folder: Path | None, device: str
+) -> None:
     from farflock.node.cli.live import live
+    from farflock.node.demo import pipeline
     from farflock.node.demo.figure import warn_of_no_figure
-    from farflock.node.demo.pipeline import SERVERS, STAGES, PipelineDemo, pipeline_manifest, report
 
     warn_of_no_figure(out.line)
-    described, processes = pipeline_manifest(steps), STAGES * SERVERS
+    described = pipeline.pipeline_manifest(steps, method or pipeline.METHOD)
+    processes = pipeline.STAGES * pipeline.SERVERS
     with _place(folder) as place:
         file = place / "run.toml"
         file.write_bytes(described.canonical())
         out.line(
-            f"{STAGES} stages, {processes} processes, {described.run.total_tokens:,} tokens; "
-            f"files in {place}"
+            f"{pipeline.STAGES} stages, {processes} processes, method {described.method.name}, "
+            f"{described.run.total_tokens:,} tokens; files in {place}"
         )
         with (
             live("farflock demo") as show,
-            PipelineDemo(
+            pipeline.PipelineDemo(
                 place, file, processes, show, steps, contributors=0, device=device
             ).running() as demo,
         ):
             demo.run()
         with out.progress("comparing") as progress:
-            facts = report(
+            facts = pipeline.report(
                 described, place, demo.children, demo.marks, lambda name, share: progress(share)
             )
         facts |= {"peers_killed": demo.killed, "peers_joined": demo.joined}

@@ -193,6 +193,23 @@ def test_the_model_is_put_together_from_the_newest_checkpoint_of_each_stage_that
             assert bool((model[name] == value).all()), name
 
 
+def test_servers_of_a_stage_that_differ_at_the_end_make_their_mean(left):
+    manifest = pipeline_manifest(20, "noloco")
+    assert manifest.method.name == "noloco"
+    plan, pipeline = manifest.plan(), manifest.pipeline_plan()
+    total = plan.schedule.total_tokens
+    children = [
+        left("a", 0, 1, tokens=total, filled=1.0),
+        left("b", 0, tokens=total + 7, filled=4.0),
+        left("c", 0, tokens=total - 1, filled=9.0),  # of another life
+        left("d", 2, tokens=total, filled=3.0),
+    ]
+    model = dict(assembled(plan, len(pipeline.stages), children).named_parameters())
+    for span, value in zip(pipeline.stages, (2.5, 1.0, 3.0), strict=True):
+        for name in names_of(plan.model, span):
+            assert bool((model[name] == value).all()), name
+
+
 def test_a_stage_without_a_checkpoint_is_a_failure_that_names_it(left):
     children = [left("a", 0), left("b", 1, killed=True), left("c", 2)]
     with pytest.raises(Failure, match="stage 1 left no checkpoint"):
