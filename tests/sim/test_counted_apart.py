@@ -124,15 +124,15 @@ class PerServer(Audit):
         return self.sim.nodes[number].serving.counting.counts >= AFTER
 
 
-def one_run(name, policy="swarm", seed=0, steps=STEPS, count_every=1, **world):
+def one_run(name, policy="swarm", seed=0, steps=STEPS, count_every=1, batch=BATCH, **world):
     stages = 4 if policy.startswith(("skip", "planned")) else STAGES
     options, paths = CELLS[name], plan_of_texts(PLANNED) if policy == "planned" else None
     if name == "streaming" and stages == 4:
         options = options | {"fragments": 1}  # each stage has one layer
-    total = TOKENS * BATCH * steps
+    total = TOKENS * batch * steps
     one = PerServer(
         plan(seed, total, rate=RATE, method=name, options=options),
-        pipeline(stages, BATCH, policy=policy, paths=paths, count_every=count_every),
+        pipeline(stages, batch, policy=policy, paths=paths, count_every=count_every),
         PipelineWorld(parts(stages, SERVERS, 1), total, limit_s=600.0, view_s=2.0, **world),
     )
     one.on_event = one.see
@@ -206,7 +206,8 @@ def test_a_backward_pass_goes_to_the_server_of_its_forward_pass():
 @pytest.mark.ci_more
 def test_a_newcomer_whose_download_takes_longer_than_eight_counts_needs_no_second_state():
     """What it follows the state with, lists of microbatches, is kept for long."""
-    one, passed = one_run("noloco", steps=FOREVER), []
+    # with more batches under way, more goes over the newcomer's line than its state
+    one, passed = one_run("noloco", steps=FOREVER, batch=2 * BATCH), []
     one.on_event = lambda what, number: None
 
     async def come_back_slowly(sim):
