@@ -42,7 +42,7 @@ from farflock.swarm.pace import (
     faster,
 )
 from farflock.swarm.packing import unpacked
-from farflock.swarm.silence import Silence
+from farflock.swarm.tasks import Silence
 
 WINDOW_BYTES = 3 * 1024 * 1024  # requested and not yet received, per holder
 # least request, if so much is missing: a whole shard, so that chunks arrive one by one

@@ -36,8 +36,7 @@ from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
 from farflock.swarm.peer.state_download import SILENT_S
-from farflock.swarm.silence import Silence
-from farflock.swarm.tasks import cancel
+from farflock.swarm.tasks import Silence, cancel
 
 if TYPE_CHECKING:
     from farflock.node.model.replica import PlainReplica

@@ -29,7 +29,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Digest, Size, StateOffer
 from farflock.swarm.pace import Watch
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.silence import Silence
+from farflock.swarm.tasks import Silence
 
 SILENT_S = 30.0  # without a byte, after which a download ends
 # Without a whole chunk, which is verified, and for an offer: members may be writing the state.
