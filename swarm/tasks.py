@@ -1,4 +1,4 @@
-"""What asyncio lacks: an end to tasks that is waited for, and a limit on how long nothing comes."""
+"""Ends of asyncio tasks that are waited for, and a limit on how long nothing comes."""
 
 import asyncio
 import contextlib
