@@ -64,7 +64,7 @@ class JumpWatch:
         self._views: list[Tensor] = []
         self._round: object = None
         self.mark()
-        self._end, self._by_round = self._seen, math.inf  # of the last round, and how far it went
+        self._ends: tuple[Tensor, ...] = (self._seen,)  # of the last two rounds: at most one whole
 
     def mark(self, last_round: object = None) -> None:
         """Note the present weights: a step is over, and this was the last round."""
@@ -73,8 +73,7 @@ class JumpWatch:
             self._views = _views(self._parameters.values())
         self._marks, self._seen = marks, self._sample()
         if last_round is not self._round:
-            self._by_round = _distance(self._end, self._seen)
-            self._round, self._end = last_round, self._seen
+            self._round, self._ends = last_round, (self._ends[-1], self._seen)
 
     def changed(self) -> str | None:
         """Return the first parameter that was changed since the last mark, or None."""
@@ -88,11 +87,16 @@ class JumpWatch:
         self._views = _views(self._parameters.values())
         return _distance(self._sample(), self._seen)
 
-    def change(self) -> WeightChange:
-        """Return what was changed since the last mark."""
+    def change(self, *, has_all: bool) -> WeightChange:
+        """Return what was changed since the last mark. `has_all`: no other process has a part of
+        the model, so that the last round, which a device would have to copy, matters only if
+        something was changed here."""
         name = self.changed()
+        if name is None and has_all:
+            return WeightChange()
         moved = 0.0 if name is None else self.moved()
-        return WeightChange((name or "")[:MAX_SAID], moved, self._by_round)
+        by_round = _distance(*self._ends) if len(self._ends) == 2 else math.inf
+        return WeightChange((name or "")[:MAX_SAID], moved, by_round)
 
     def with_gradients(self, work: Callable[[], object]) -> None:
         """Do work that drops the gradients, and put them back."""

@@ -204,7 +204,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         self._evaluated.require_own()
         self._watch.check()
         self._held.add()
-        change = self._ranks.change(self._jumps.watch.change())
+        change = self._ranks.change(self._jumps.watch.change(has_all=not is_grouped()))
         if self._jumps.answer(
             change, self._here, not self._own.made, life.call, self._news.waiting
         ):
@@ -461,7 +461,7 @@ def _report_of(optimizer: SwarmOptimizer) -> RankReport:
         optimizer._watch.check()
     except Usage as error:
         return RankReport(str(error)[:MAX_SAID])
-    return RankReport(change=optimizer._jumps.watch.change())
+    return RankReport(change=optimizer._jumps.watch.change(has_all=False))
 
 
 def _facts_of(optimizer: SwarmOptimizer) -> RankFacts:

@@ -30,7 +30,9 @@ from farflock.node.state import checkpoint
 from farflock.node.state.history import History
 from farflock.node.state.paths import RunFolder
 
-STATUS = node_status(step=5, tokens=100, total_tokens=100, members=("peer",), sent_bytes=700)
+STATUS = node_status(
+    peer="peer", step=5, tokens=100, total_tokens=100, members=("peer",), sent_bytes=700
+)
 WORK = {"microbatches": 16, "in doubt": 1, "doubled": 0}
 
 

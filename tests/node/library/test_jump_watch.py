@@ -48,7 +48,7 @@ class AmongOthers:
         self._here = SimpleNamespace(peer=SimpleNamespace(alone=False), loop=None)
 
     def answer(self, *, is_first=False):
-        change = self.watch.change()
+        change = self.watch.change(has_all=True)
         return self._jumps.answer(change, self._here, is_first, self._adopt, nullcontext)
 
     def _adopt(self, work):

@@ -96,6 +96,8 @@ def test_lightning_s_manual_optimization():
 @pytest.mark.filterwarnings("ignore")
 def test_accelerate_accumulates_in_bf16_and_saves_and_loads_its_state(tmp_path):
     accelerate = pytest.importorskip("accelerate", reason="`make compat` installs it")
+    # the process has one, and a trainer of another test may have made it
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
     def work(model, optimizer, numbers):
         accelerator = accelerate.Accelerator(
