@@ -37,10 +37,10 @@ CELLS = {
 PLANNED = ("0:0 2:1 1:0 3:0", "0:1 1:1 2:0 3:1"), ("0:1 1:0 2:1 3:1", "0:0 2:0 1:1 3:0")
 PATHS = ("swarm", "noloco", "skip:3", "planned")
 STEPS = 24
-KILLED = 3  # a server of the last stage
+KILLED = 3  # which stage it serves is drawn
 AFTER = 6  # counts
 FOREVER = 10**6  # steps of runs that a test ends
-SLOW = 2500.0  # bytes per second, of a newcomer's line: much less, and it hears nobody
+SLOW = 4000.0  # bytes per second, of a newcomer's line: much less, and it hears nobody
 
 
 class PerServer(Audit):
@@ -139,6 +139,13 @@ def one_run(name, policy="swarm", seed=0, steps=STEPS, count_every=1, **world):
     return one
 
 
+def together(sim):
+    """Return the stage of the server that is killed, and the other servers of the stage."""
+    served = {number: node.serving.index for number, node in sim.nodes.items() if node.serving}
+    stage = served.pop(KILLED)
+    return stage, [number for number, other in served.items() if other == stage]
+
+
 def work_of(one):
     return next(node.work for node in one.sim.nodes.values() if node.trainer is not None)
 
@@ -199,12 +206,13 @@ def test_a_backward_pass_goes_to_the_server_of_its_forward_pass():
 @pytest.mark.ci_more
 def test_a_newcomer_whose_download_takes_longer_than_eight_counts_needs_no_second_state():
     """What it follows the state with, lists of microbatches, is kept for long."""
-    one, line = one_run("noloco", steps=FOREVER), f"{STREAM}/{KILLED % STAGES}"
-    one.on_event, passed = (lambda what, number: None), []
+    one, passed = one_run("noloco", steps=FOREVER), []
+    one.on_event = lambda what, number: None
 
     async def come_back_slowly(sim):
         await until(lambda: sim.settled)
-        counting = sim.nodes[KILLED - STAGES].serving.counting
+        stage, (other,) = together(sim)
+        counting, line = sim.nodes[other].serving.counting, f"{STREAM}/{stage}"
         await until(lambda: counting.counts >= AFTER)
         me = identity_of(one.plan, KILLED).peer
         sim.network.set_link(me, LinkModel(SLOW, SLOW))
@@ -269,12 +277,12 @@ def test_a_merge_before_its_count_is_found(monkeypatch):
 @pytest.mark.parametrize("name", ["noloco", "streaming", "delayed"])
 def test_a_stage_that_loses_all_its_servers_begins_again_and_merges(name):
     one = one_run(name)
-    lost = [number for number in range(STAGES * SERVERS) if number % STAGES == KILLED % STAGES]
-    one.begun_anew, merges = True, []
+    one.begun_anew, merges, lost = True, [], [KILLED]
 
     def see(what, number):
         if what == "closed" and number == KILLED and not one.killed and one.is_ready(number):
             one.killed = True
+            lost.extend(together(one.sim)[1])
             for each in lost:
                 asyncio.get_running_loop().call_soon(one.sim.kill, each, 4.0)
         if what == "closed" and one.killed and number in lost:
