@@ -630,8 +630,11 @@ class Audit:
         return self
 
 
-def require_close(found, expected, **tolerance):
-    """As `torch.testing.assert_close`, which takes far longer where nothing is wrong."""
+def require_close(found, expected, *, rtol, atol):
+    """As `torch.testing.assert_close`, which takes far longer where nothing is wrong. A small value
+    may be the sum of large ones, so what is rounded off is measured by the largest."""
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    tolerance = {"rtol": rtol, "atol": atol * max(1.0, largest)}
     alike = (found.shape, found.dtype) == (expected.shape, expected.dtype)
     if not (alike and torch.allclose(found, expected, **tolerance)):
         torch.testing.assert_close(found, expected, **tolerance)
