@@ -595,6 +595,19 @@ class Audit:
                 done |= {(me, fields["number"]) for _, _, _, fields in events}
         return done
 
+    def heard_of(self, stage):
+        """The keys in a stage's rounds at peers with a trainer: of one that was decided just before
+        all its servers died, none of them took note."""
+        nodes = [node for node in self.sim.nodes.values() if node.trainer is not None]
+        return {
+            key
+            for node in nodes
+            for name, state in node.peer.rounds.streams.items()
+            if state.stream.stage == stage
+            for number in (*state.old_log, *state.log)
+            for key in notes.joined(node.peer.rounds.last_shards(name, number) or ())
+        }
+
     def check_finished(self, patience_s=60.0):
         """Check that each microbatch that a trainer counts does count, at each stage; nothing is in
         doubt, and nothing waits for ever."""
@@ -605,6 +618,7 @@ class Audit:
         )
         for stage in range(len(self.pipeline.stages)):
             listed = {key for keys in self.named[stage].values() for key in keys}
+            listed |= self.heard_of(stage)
             lacking = sorted(key for key in self.finished() - listed if stage in self.order(key))
             assert not lacking, f"stage {stage} lacks {lacking[:5]}"
         for node in self.sim.nodes.values():
