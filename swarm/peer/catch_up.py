@@ -207,7 +207,9 @@ class CatchUp:
             self._log.completed(state, key.round)
 
     async def _fill(self, state: StreamState, key: Key) -> None:
-        entry = state.log[key.round]
+        entry = state.log.get(key.round)
+        if entry is None:
+            return  # a return has given the round up before this began
         wanted = state.stream.wanted(entry.close)
         bundles = state.stream.terms.bundles
         fits = functools.partial(self._context.bundles.fits, state.stream)
