@@ -17,6 +17,9 @@ from farflock.optimizers.parts.spread import Spread, in_turn
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 
+# A silent member counts as dead by then; it may come back in minutes, or never.
+HOPELESS_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Core:
@@ -49,4 +52,5 @@ class Core:
         state_sync = StateSync(peer, driver, client, compute, spool)
         loop = Loop(driver, client, state_sync, training_task, compute, train, report)
         state_sync.replay = loop.begin_step
+        driver.hopeless = lambda: peer.branching.undecided_s >= HOPELESS_S
         return cls(driver, client, state_sync, loop)

@@ -128,6 +128,8 @@ class Driver:
         self.members = 1
         self.ahead = False  # a local step has changed the state, and is not counted yet
         self.applied: Callable[[], None] = lambda: None  # told in the worker after each result
+        # so many members are gone that no round of a whole group can be expected
+        self.hopeless: Callable[[], bool] = lambda: False
         self.begin({}, 0)
 
     # the run
@@ -232,7 +234,9 @@ class Driver:
     def next(self, progress: Progress, *, last: bool = False) -> Apply | Wait | None:
         """Return the next thing to do before a local step: apply a result, wait for one, or None.
 
-        After the `last` step, any available result is due at once."""
+        After the `last` step, any available result is due at once. While it is `hopeless` that one
+        of a whole group is decided, training does not wait for it."""
+        hopeless = self.hopeless()
         held: set[str] = set()  # streams with an older exchange that is still open
         for pending in self._pending.values():
             key, steps = pending.exchange.key, progress.step - pending.since_step
@@ -243,7 +247,10 @@ class Driver:
             # past its deadline a result no longer blocks training: it is applied when it arrives
             timeout_s = pending.since_s + pending.exchange.deadline_s - progress.run_time_s
             needed = last or steps >= wanted + pending.exchange.slack
-            if pending.result is None and needed and timeout_s > 0:
+            in_pairs = isinstance(
+                pending.exchange.group, RandomGroups
+            )  # which decide by themselves
+            if pending.result is None and needed and timeout_s > 0 and (in_pairs or not hopeless):
                 return Wait(key, timeout_s)
             held.add(key.stream)
         return None

@@ -42,6 +42,7 @@ from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, RoundOu
 from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
 STOPPING_WAIT_S = 2.0  # for an answer under way: a lone peer's last state must not depend on timing
+LOOK_EVERY_S = 1.0  # at whether an answer can still come
 MIN_WAIT_S = 0.001  # a wait below the clock's resolution would never end in virtual time
 
 log = logging.getLogger(__name__)
@@ -381,16 +382,16 @@ class StopRequest:
             self._halt.set_result(None)
 
     async def ends(self, answer: asyncio.Task[Result], timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for an answer; return True if a stop request ended the wait.
+        """Wait up to `timeout_s` for an answer, and no longer than a second, so that the caller
+        sees whether one can still come; return True if a stop request ended the wait.
 
         After a stop request the wait lasts at most `STOPPING_WAIT_S` more: enough for any answer
         that does not depend on a deadline."""
         if not self.requested:
             self._halt = self._halt or asyncio.get_running_loop().create_future()
             either = (answer, self._halt)
-            await asyncio.wait(
-                either, timeout=max(timeout_s, MIN_WAIT_S), return_when=asyncio.FIRST_COMPLETED
-            )
+            wait_s = max(min(timeout_s, LOOK_EVERY_S), MIN_WAIT_S)
+            await asyncio.wait(either, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         if self.requested:
             await asyncio.wait((answer,), timeout=STOPPING_WAIT_S)
         return self.requested and not answer.done()

@@ -111,6 +111,11 @@ class Branching:
         self._ask_candidate(now_s)
 
     @property
+    def undecided_s(self) -> float:
+        """The seconds for which the newest view, or the next round's, could decide nothing."""
+        return self._solitude.lasted_s
+
+    @property
     def is_sure(self) -> bool:
         """True if this peer has a state of its chain and considers no other chain."""
         return not self.adrift and self._candidate is None

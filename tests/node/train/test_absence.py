@@ -6,7 +6,9 @@ import pytest
 from worlds.evaluated_run import STEP_S, evaluated
 from worlds.waiting import now, until
 
+from farflock.node.assembly.core import HOPELESS_S
 from farflock.node.train.absence import STALL_S, Absence
+from farflock.swarm.tasks import cancel
 
 AWAY_S = 60.0
 
@@ -124,3 +126,15 @@ async def test_a_failure_of_the_work_is_raised(run):
     await asyncio.sleep(3)
     with pytest.raises(ValueError, match="broken"):
         await absence.during(work())
+
+
+@evaluated(2, every=10**6, deadline_s=60.0)
+async def test_a_survivor_waits_seconds_and_no_deadline_for_a_round_that_nobody_can_decide(run):
+    senior, survivor = run.nodes
+    await rounds_in(survivor, 10)
+    run.network.kill(senior.id)
+    await cancel(run.tasks.pop(0))
+    for pace in (30.0 - HOPELESS_S - 2.0, 30.0):
+        before = survivor.loop.step
+        await asyncio.sleep(30.0)
+        assert survivor.loop.step - before >= 0.95 * pace / STEP_S
