@@ -61,7 +61,7 @@ async def settled(peer: Peer) -> dict[int, HeldState] | None:
     def tell() -> None:
         nonlocal said
         if (words := waits_for(returning)) and words != said:
-            log.info("%s", words)
+            log.warning("%s", words)  # a program shows no other lines while it waits
         said = words or said
 
     try:
