@@ -181,7 +181,7 @@ class OptimizerNode(WholePart):
         does not fit."""
         self.peer.found()
         load_state(self, saved)
-        self.began_at, self.before = self.step, None  # its tensors take memory
+        self.began_at, self.before = self.step, None  # or its files stay mapped
         log.warning("this program goes on from its folder's state, after step %d", self.step)
 
     async def join(
@@ -203,7 +203,7 @@ class OptimizerNode(WholePart):
         if self.before is not None:
             load_moments(self, self.before)
             await recall(self, self.before)
-            self.began_at, self.before = self.step, None  # its tensors take memory
+            self.began_at, self.before = self.step, None  # or its files stay mapped
         try:
             async with while_there(self.peer, timeout_s):
                 await self.peer.meet(records, ANSWER_TIMEOUT_S)
