@@ -17,8 +17,9 @@ from farflock.optimizers.parts.spread import Spread, in_turn
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 
-# A silent member counts as dead by then; it may come back in minutes, or never.
-HOPELESS_S = 5.0
+# A silent member counts as present for some seconds before that; it may come back in minutes, or
+# never.
+HOPELESS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)

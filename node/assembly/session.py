@@ -26,6 +26,7 @@ from farflock.node.state.paths import RunFolder, write_whole
 from farflock.swarm.addresses import scope_of
 from farflock.swarm.contact import Contact, contacts_of
 from farflock.swarm.identity import Identity
+from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS as MAX_IN_RUN
 from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.record import unseal
@@ -258,3 +259,11 @@ def widened(invite: Invite, remembered: Invite | None) -> Invite:
     members = (*invite.members, *(remembered.members if remembered else ()))
     distinct = {(member.peer, member.host): member for member in reversed(members)}
     return replace(invite, members=tuple(reversed(distinct.values())))
+
+
+def way_back(folder: RunFolder, run: str, me: PeerId) -> Invite | None:
+    """Return an invite to the members that a founder's folder knows of its run; None if it knows
+    none, or all of them have said goodbye."""
+    remembered = AddressCache(folder).read(run)
+    alone = remembered is None or KeptViews(folder.views).alone(run, me)
+    return None if alone else remembered

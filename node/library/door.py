@@ -18,7 +18,7 @@ from farflock.node.assembly.checkpoints import CHECKPOINT_S, CheckpointManager, 
 from farflock.node.assembly.known_run import KnownRun, learn_run, listed_by_members, own_run
 from farflock.node.assembly.own_world import identity_of, require_startable
 from farflock.node.assembly.peer_world import PeerWorld
-from farflock.node.assembly.session import AddressCache, Session, widened
+from farflock.node.assembly.session import AddressCache, Session, way_back, widened
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.forked import closed_in_forks
@@ -32,7 +32,6 @@ from farflock.node.run.manifest import Manifest
 from farflock.node.run.model_section import UserModel
 from farflock.node.run.user_terms import founded, require_agreed
 from farflock.node.state.checkpoint import Checkpoint, CheckpointError
-from farflock.node.state.kept_views import KeptViews
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.state_sync import Spool
@@ -116,11 +115,11 @@ async def _entered(
     to the others, and begins alone only if nobody comes."""
     if isinstance(way, Invite):
         return await kept.enter_async_context(life.joined(way))
-    run, me = way.run_id(life.identity.peer), life.identity.peer
-    remembered = AddressCache(life.machine.folder).read(run)
-    if remembered is not None and not KeptViews(life.machine.folder.views).alone(run, me):
+    me = life.identity.peer
+    back = way_back(life.machine.folder, way.run_id(me), me)
+    if back is not None:
         try:
-            return await kept.enter_async_context(life.joined(remembered))
+            return await kept.enter_async_context(life.joined(back))
         except (RefusedByRun, DirectoryUnreachable) as reason:
             log.info("no other member can be reached, so this program goes on alone: %s", reason)
     return await kept.enter_async_context(life.started(way))

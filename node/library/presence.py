@@ -18,6 +18,7 @@ import torch
 from farflock.node.assembly.checkpoints import CheckpointManager
 from farflock.node.assembly.coming_back import come_back, recall
 from farflock.node.assembly.core import Core
+from farflock.node.assembly.leaving import STALL_S
 from farflock.node.assembly.part import WholePart
 from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.assembly.session import Session
@@ -168,13 +169,21 @@ class OptimizerNode(WholePart):
             await self.keeper.pause()
 
     async def save(self) -> None:
-        """Write a checkpoint of the last step where one can be read again by the next life; a full
-        disk is said, and nothing else."""
-        if self.keeper is not None:
-            try:
-                await self.keeper.save()
-            except CheckpointError as error:
-                log.warning("the program's state is not kept: %s", error)
+        """Write a checkpoint of the last step for the next life, as long as the disk takes it; say
+        why if there is none."""
+        if self.keeper is None:
+            return
+        saving, progress, seen = asyncio.create_task(self.keeper.save()), self.keeper.progress, -1
+        while not (await asyncio.wait((saving,), timeout=STALL_S))[0] and progress.passed != seen:
+            seen = progress.passed
+        if not saving.done():
+            progress.give_up()
+            await cancel(saving)
+            log.warning("the program's state is not kept: the disk takes nothing any more")
+        elif isinstance(error := saving.exception(), CheckpointError):
+            log.warning("the program's state is not kept: %s", error)
+        else:
+            saving.result()
 
     async def resume(self, saved: Checkpoint) -> None:
         """Start the run again where this program's checkpoint ends; raise `CheckpointCorrupt` if it

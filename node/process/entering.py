@@ -14,7 +14,7 @@ from farflock.node.assembly.checkpoints import last_of
 from farflock.node.assembly.known_run import KnownRun, learn_run, own_run
 from farflock.node.assembly.learnt import LEARN_TIMEOUT_S, known_members
 from farflock.node.assembly.own_world import identity_of
-from farflock.node.assembly.session import AddressCache, Session, widened
+from farflock.node.assembly.session import AddressCache, Session, way_back, widened
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.process.assembling import assembled
@@ -29,7 +29,6 @@ from farflock.node.process.status_writer import StatusWriter
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.checkpoint import Checkpoint
-from farflock.node.state.kept_views import KeptViews
 from farflock.node.train.run_size import require_carried
 from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.identity import Identity
@@ -56,13 +55,11 @@ async def found(machine: MachineOptions, manifest: Manifest, on_start: OnStart) 
     own = own_run(identity, manifest)
     stage, _ = founders(machine.role, pipeline)
     saved = last_of_part(machine.folder, own.run, pipeline, stage)
-    remembered = AddressCache(machine.folder).read(own.run)
     # Without a checkpoint too: its run may live on, and must not begin a second time.
-    has_others = not KeptViews(machine.folder.views).alone(own.run, identity.peer)
-    goes_on = saved is None or not _ended(saved, manifest)
-    if remembered is not None and has_others and goes_on:
+    back = way_back(machine.folder, own.run, identity.peer)
+    if back is not None and (saved is None or not _ended(saved, manifest)):
         try:
-            return await join(machine, remembered, on_start, REJOIN_TIMEOUT_S)
+            return await join(machine, back, on_start, REJOIN_TIMEOUT_S)
         except (RefusedByRun, DirectoryUnreachable) as reason:
             does = "begins again" if saved is None else f"resumes from step {saved.step}"
             log.info("no other member can be reached, so the run %s: %s", does, reason)
