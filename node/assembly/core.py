@@ -53,5 +53,6 @@ class Core:
         state_sync = StateSync(peer, driver, client, compute, spool)
         loop = Loop(driver, client, state_sync, training_task, compute, train, report)
         state_sync.replay = loop.begin_step
-        driver.hopeless = lambda: peer.branching.undecided_s >= HOPELESS_S
+        if stage is None:  # a stage steps with its group, so it has nothing to go on with
+            driver.hopeless = lambda: peer.branching.undecided_s >= HOPELESS_S
         return cls(driver, client, state_sync, loop)
