@@ -19,6 +19,7 @@ from farflock.node.state.paths import RunFolder
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.tasks import cancel
 
+MERGE_S = 5.0  # for a merge that takes in what would be lost with the node, before the goodbye
 STEP_S = 5.0  # for the step under way, before the state ahead of it is saved
 STALL_S = 20.0  # without a byte on the disk, before a save is given up
 CHANGE_S = 60.0  # for a change of the state, in whose middle it cannot be saved
@@ -65,6 +66,9 @@ class Leaving:
         self.saved: Path | None = None
         self.said = ""  # what the end has come to, as a clause
         self.then: Callable[[], None] = lambda: None  # called once all of it is done
+        # whether work that counts would be lost with the node, and a merge will take it in
+        self.unmerged: Callable[[], bool] = lambda: False
+        self.stop: Callable[[], None] = lambda: None  # asks the training to end
 
     def ask(self) -> None:
         """Begin to leave."""
@@ -87,13 +91,16 @@ class Leaving:
         return "is leaving"
 
     async def train(self, work: Coroutine[Any, Any, None]) -> None:
-        """Train to the end, or until the node is asked to stop: it then says goodbye, and returns
-        with the step that is under way, or before that if it is long."""
+        """Train to the end, or until the node is asked to stop: once its work is merged, or after
+        `MERGE_S`, it says goodbye, and returns with the step that is under way, or before that if
+        it is long."""
         training = self._training = asyncio.create_task(work)
         asked = asyncio.create_task(self._wait_asked())
         try:
             await asyncio.wait((training, asked), return_when=asyncio.FIRST_COMPLETED)
             if not training.done():
+                await self._merged(training)
+                self.stop()
                 self._goodbye = asyncio.create_task(self._member.leave())
                 await asyncio.wait((training,), timeout=self._step_s)
             if training.done():
@@ -154,12 +161,20 @@ class Leaving:
                 return
             await asyncio.sleep(LOOK_EVERY_S)
 
+    async def _merged(self, training: asyncio.Task[None]) -> None:
+        """Train on until the work that is only here is merged, for a few seconds at most."""
+        until_s = _now() + self._part_of_grace(MERGE_S)
+        while self.unmerged() and not training.done() and _now() < until_s:
+            await asyncio.wait((training,), timeout=LOOK_EVERY_S)
+
     async def _wait_asked(self) -> None:
         await self._asked.wait()
 
     @property
     def _step_s(self) -> float:
-        longest_s = CHANGE_S if self._whole_steps else STEP_S
+        return self._part_of_grace(CHANGE_S if self._whole_steps else STEP_S)
+
+    def _part_of_grace(self, longest_s: float) -> float:
         return longest_s if self.grace_s is None else min(longest_s, self.grace_s / 4)
 
     @property

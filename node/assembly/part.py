@@ -44,6 +44,8 @@ class Part(Protocol[SavedT_contra]):
     @property
     def evaluates(self) -> bool: ...  # whether it may be drawn to measure
     @property
+    def unmerged(self) -> bool: ...  # whether work that counts is only here, until its next merge
+    @property
     def stopping(self) -> bool: ...
 
     def waits(self) -> list[OpenWait]:
@@ -109,6 +111,11 @@ class WholePart:
     def coded_on(self) -> str:
         """Where the method's exchanges are coded; nothing if that is the CPU."""
         return self.loop.client.where
+
+    @property
+    def unmerged(self) -> bool:
+        """False: the rounds of whole models count the work that they take in."""
+        return False
 
     @property
     def twin(self) -> str:

@@ -15,6 +15,7 @@ import torch
 from farflock.node.assembly.coming_back import settled
 from farflock.node.data.samples import Text
 from farflock.node.data.shard_order import SampleStream
+from farflock.node.loop import Loop
 from farflock.node.model.batches_ahead import ahead_of
 from farflock.node.model.data import Batches, Start
 from farflock.node.model.evaluation import HeldOut
@@ -28,6 +29,7 @@ from farflock.node.pipeline.lifecycle.end_copies import EndCopies
 from farflock.node.pipeline.lifecycle.features import frozen_embedding, stage_inputs
 from farflock.node.pipeline.lifecycle.first_weights import serve_first
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
+from farflock.node.pipeline.lifecycle.last_mean import last_means
 from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer, stay_on_chain
 from farflock.node.pipeline.lifecycle.reservations import reservations_of
 from farflock.node.pipeline.passes.edges import Edges, edges_of
@@ -108,6 +110,8 @@ class PipelineNode:
             peer, self._streams, whole=pipeline.constrain == "all"
         )
         self.trainer = self._training(tokens, start) if tokens is not None else None
+        self._counts = {index: stream.name for index, stream in self._streams.items()}
+        self._last_means = last_means(plan, pipeline, peer, self._counts, means.report)
         self.evaluator: PathEvaluator | None = None  # None: the run is not evaluated here
         self.evaluates = False
 
@@ -261,7 +265,7 @@ class PipelineNode:
                 "dropped": commits.dropped,
                 "doubled": commits.doubled,
             }
-            if self.is_counted_apart:
+            if self._streams[0].name.startswith(COUNTS):
                 lost = self.stage_directory.lost_tokens // self.edges.tokens
                 counts |= {"mixed": commits.mixed, "lost with servers": lost}
         if isinstance(self.trainer, Trainer):
@@ -269,9 +273,9 @@ class PipelineNode:
         return counts
 
     @property
-    def is_counted_apart(self) -> bool:
-        """True if counts of their own name the microbatches of this run."""
-        return self._streams[0].name.startswith(COUNTS)
+    def unmerged(self) -> bool:
+        """True if work that counts is only in a server here, until its next merge."""
+        return any(serving.is_unmerged for serving in self.servings)
 
     def waits(self) -> list[OpenWait]:
         """Return the peer's open rounds and the trainer's pending calls."""
@@ -286,10 +290,10 @@ class PipelineNode:
         if self._stage not in (NOTHING, EVERY):  # a full replica never moves
             needs_bytes = self.means.needs_bytes or (0,) * len(self.pipeline.stages)
             balance = self.pipeline.balance
-            serve.append(Rebalancer(self.peer, balance, needs_bytes, self._load).run())
+            load, merged = self._load, self.servings[0].merged
+            serve.append(Rebalancer(self.peer, balance, needs_bytes, load, merged).run())
         if self.pipeline.end_copies:
-            names = {index: stream.name for index, stream in self._streams.items()}
-            known = self.plan, self.pipeline, names
+            known = self.plan, self.pipeline, self._counts
             serve += [
                 EndCopies(self.peer, each.index, each.loop.driver, each.state_sync, *known).run()
                 for each in self.servings
@@ -297,11 +301,20 @@ class PipelineNode:
         serve += [self.embedding.run(), stay_on_chain(self.peer)]
         if self.evaluator is not None:
             serve += [self.evaluator.measure(), self.evaluator.record()]
-        train = [serving.loop.run(ENDLESS) for serving in self.servings]
+
+        def has_tokens() -> bool:
+            return self.stage_directory.tokens() >= total_tokens
+
+        served, last = [serving.index for serving in self.servings], self._last_means
+        serve.append(last.look_on(served, has_tokens))
+        train = [
+            last.after(each.loop.run(ENDLESS), partial(_drains, each.loop), each)
+            for each in self.servings
+        ]
         if self.servings:
-            train.append(self._end(total_tokens))
-        if self.trainer is not None:
-            train.append(self.trainer.run(lambda: self.stage_directory.tokens() >= total_tokens))
+            train.append(self._end(has_tokens))
+        if (trainer := self.trainer) is not None:
+            train.append(last.after(trainer.run(has_tokens), lambda: not trainer.stopping))
         tasks = [asyncio.ensure_future(work) for work in (*serve, *train)]
         rest, running = tasks[len(serve) :], set(tasks)
         try:
@@ -321,13 +334,13 @@ class PipelineNode:
         age_s = _now() - self._began_s
         return Load(number, float(server.waiting), server.rate, free_bytes, age_s)
 
-    async def _end(self, total_tokens: int) -> None:
-        """Stop the loops once all stages have agreed on `total_tokens` and their servers are done.
+    async def _end(self, has_tokens: Callable[[], bool]) -> None:
+        """Stop the loops once all stages have agreed on all tokens and their servers are done.
 
         Left alone, a loop follows the estimates of its own stage, and would end before the round
         that the others wait for. A server that left early could keep a state that no other
         server has."""
-        while self.stage_directory.tokens() < total_tokens and not self.stopping:  # noqa: ASYNC110 - two parts' conditions
+        while not (has_tokens() or self.stopping):  # noqa: ASYNC110 - two parts' conditions
             await asyncio.sleep(SETTLE_S / 10)
         # bounded, since a server that died may never say that it is done
         ends_s = _now() + END_S
@@ -419,6 +432,11 @@ def _max_late(pipeline: PipelinePlan, edges: Edges) -> int:
     gradient may be late. With more, the last stage would get so far ahead of the first that
     later passes are too old for it."""
     return max(max(pipeline.server.staleness, 1) * pipeline.batch_tokens // edges.tokens, 1)
+
+
+def _drains(loop: Loop) -> bool:
+    """Return whether a loop was ended with those of all other servers of its stage."""
+    return loop.stop.drain_s > 0.0
 
 
 def _now() -> float:

@@ -51,6 +51,7 @@ class NodeProcess:
     def __post_init__(self) -> None:
         what = self.session, self.keepers, self.machine.folder, self.journal.report
         self.leaving = Leaving(*what)
+        self.leaving.unmerged, self.leaving.stop = lambda: self.member.unmerged, self.member.stop
 
     @property
     def manifest(self) -> Manifest:
@@ -74,7 +75,6 @@ class NodeProcess:
     def stop(self) -> None:
         """Ask the node to leave: it says goodbye, finishes its step and saves."""
         self.leaving.ask()
-        self.member.stop()
 
     def says_device(self) -> str:
         """Return a sentence on the device that the node computes on."""

@@ -186,7 +186,7 @@ def _doing(node: "NodeProcess") -> str:
         len(node.member.peer.context.views.newest.peers),
         node.awaited(),
     )
-    if part.stopping:
+    if part.stopping or node.leaving.asked:
         return node.leaving.doing
     if here < wanted:
         return f"waits for members: {here} of {wanted} are here"

@@ -233,6 +233,23 @@ def test_a_newcomer_whose_download_takes_longer_than_eight_counts_needs_no_secon
     assert not one.tale.fields("over")
 
 
+def test_a_server_that_leaves_or_moves_first_merges_what_counts_there_alone():
+    one, unmerged = one_run("noloco", steps=FOREVER), []
+    one.on_event = lambda what, number: None
+
+    async def leave(sim):
+        await until(lambda: sim.settled)
+        serving = sim.nodes[KILLED].serving
+        await until(lambda: serving.counting.counts >= AFTER and serving.is_unmerged)
+        unmerged.append(serving.counting.tokens.unmerged)
+        await serving.merged()
+        unmerged.append(serving.counting.tokens.unmerged)
+        sim.end()
+
+    one.run(leave)
+    assert unmerged[0] > unmerged[1] == 0
+
+
 def under_churn(name, policy="swarm", seed=0, steps=STEPS):
     one = one_run(name, policy, seed, steps, churn_s=4.0)
     one.on_event, one.begun_anew = (lambda what, number: None), True
@@ -294,6 +311,84 @@ def test_a_stage_that_loses_all_its_servers_begins_again_and_merges(name):
     assert work_of(one)["doubled"] == work_of(one)["in doubt"] == 0
     first, last = merges[0], merges[-1]
     assert all(last[stream] > first[stream] for stream in last), "merges went on"
+
+
+class Ends(PerServer):
+    """Beside the audit, the weights of each server before the last mean of its stage."""
+
+    dies = None  # the server that is killed as it begins
+
+    def __init__(self, *world):
+        super().__init__(*world)
+        self.before = collections.defaultdict(dict)  # by stage and server
+
+    def watch(self, number, node):
+        super().watch(number, node)
+        take = node._last_means._take
+
+        async def watched(serving):
+            if number == self.dies:
+                asyncio.get_running_loop().call_soon(self.sim.kill, number, None)
+                await asyncio.sleep(FOREVER)
+            self.before[serving.index][number] = weights(serving)
+            await take(serving)
+
+        node._last_means._take = watched
+
+    def check_ends(self, stage):
+        """Those that were there in the end have the mean of what each of them had; return whether
+        that differs from what they had."""
+        before = list(self.before[stage].values())
+        ends = [weights(self.sim.nodes[number].serving) for number in self.before[stage]]
+        for name in before[0]:
+            mean = sum(each[name] for each in before) / len(before)
+            for now in ends:
+                np.testing.assert_allclose(now[name], mean, rtol=1e-5, atol=1e-6)
+        return any(not np.allclose(before[0][name], before[-1][name]) for name in before[0])
+
+
+def weights(serving):
+    return {name: x.detach().numpy().copy() for name, x in serving.model.named_parameters()}
+
+
+def ends_of(name, servers=3):
+    total = TOKENS * BATCH * 22  # no multiple of the period
+    return Ends(
+        plan(0, total, rate=RATE, method=name, options=CELLS[name]),
+        pipeline(STAGES, BATCH, policy="noloco"),
+        PipelineWorld(parts(STAGES, servers, 1), total, limit_s=600.0, view_s=2.0),
+    )
+
+
+@pytest.mark.parametrize("name", ["noloco", pytest.param("sparta", marks=pytest.mark.ci_more)])
+def test_a_run_ends_with_the_mean_of_all_servers_of_each_stage(name):
+    one = ends_of(name)
+    one.run().check()
+    for stage in range(STAGES):
+        assert len(one.before[stage]) == 3
+        assert one.check_ends(stage), "they ended alike by themselves"
+        assert [servers for at, servers in last_means(one) if at == stage] == [3, 3, 3]
+
+
+def test_a_server_that_dies_at_the_end_is_in_no_mean():
+    one = ends_of("noloco")
+    one.dies = KILLED
+    one.run().check()
+    assert sorted(map(len, one.before.values())) == [2, 3]
+    for stage in range(STAGES):
+        assert one.check_ends(stage), "they ended alike by themselves"
+    assert {servers for _, servers in last_means(one)} == {2, 3}
+
+
+def test_a_run_that_never_merges_ends_with_the_weights_of_each_server():
+    one = one_run("local", steps=6)
+    one.on_event = lambda what, number: None
+    one.run().check()
+    assert not last_means(one)
+
+
+def last_means(one):
+    return [(entry["stage"], entry["servers"]) for entry in one.tale.fields("last_mean")]
 
 
 class TwinInNumPy(PerServer):

@@ -1,5 +1,6 @@
 """The assembly of one stage's server and its loop, over the node's peer and compute thread."""
 
+import asyncio
 import logging
 import math
 from dataclasses import dataclass, field, replace
@@ -8,6 +9,7 @@ from fractions import Fraction
 import torch
 
 from farflock.node.assembly.core import Core
+from farflock.node.assembly.leaving import LOOK_EVERY_S, MERGE_S
 from farflock.node.loop import Loop
 from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama
@@ -76,6 +78,18 @@ class StageNode:
     def counting(self) -> Counting | None:
         """The stage's method, if counts of their own name its microbatches."""
         return found if isinstance(found := self.loop.driver.method, Counting) else None
+
+    @property
+    def is_unmerged(self) -> bool:
+        """True if work that counts is only at this server, until its next merge with another."""
+        counting = self.counting
+        return counting is not None and counting.is_unmerged and self.loop.client.members() > 1
+
+    async def merged(self) -> None:
+        """Wait until what counts here is merged, for a few seconds at most."""
+        until_s = self.loop.client.run_s() + MERGE_S
+        while self.is_unmerged and self.loop.client.run_s() < until_s:  # noqa: ASYNC110 - a count
+            await asyncio.sleep(LOOK_EVERY_S)
 
 
 @dataclass(frozen=True, slots=True)

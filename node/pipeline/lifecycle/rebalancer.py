@@ -4,7 +4,7 @@
 A server moves by ending its life; its next life serves the other stage and inherits nothing."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from farflock.node.run.terms import EMERGENCY_S, RebalanceTerms
@@ -61,12 +61,13 @@ def _lost(snapshot: LoadSnapshot) -> set[int]:
 @dataclass(slots=True)
 class Rebalancer:
     """One server's part in rebalancing. `load` returns its numbers for a period; `needs_bytes`
-    is the memory that each stage needs, in order."""
+    is the memory that each stage needs, in order. A server that is to move waits for `merged`."""
 
     peer: Peer
     balance: RebalanceTerms
     needs_bytes: tuple[int, ...]
     load: Callable[[int], Load]
+    merged: Callable[[], Awaitable[None]]
 
     async def run(self) -> None:
         """Check in each period whether a server has to move; raise `LifeOver` if it is this one."""
@@ -80,6 +81,7 @@ class Rebalancer:
             move = due_move(self.balance, snapshot, before) if snapshot is not None else None
             before = snapshot
             if move is not None and move.peer == self.peer.me:
+                await self.merged()
                 reason = f"moves from stage {move.source} to stage {move.target}"
                 raise LifeOver(reason, move.target)
             await self._until(number + 1)

@@ -167,6 +167,11 @@ class Counting:
         """True if joiners get the replica's parameters, in which work may not be counted yet."""
         return isinstance(self.method, ReplicaMethod)
 
+    @property
+    def is_unmerged(self) -> bool:
+        """True if work that counts is only at this server, until its next merge with another."""
+        return bool(self._numbers) and self.tokens.unmerged > 0
+
     # exchanges
 
     def streams(self, replica: Replica) -> list[Exchange]:

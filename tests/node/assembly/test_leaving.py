@@ -7,7 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from farflock.node.assembly.checkpoints import SaveProgress
-from farflock.node.assembly.leaving import CHANGE_S, STALL_S, STEP_S, Leaving, Unsaved
+from farflock.node.assembly.leaving import (
+    CHANGE_S,
+    MERGE_S,
+    STALL_S,
+    STEP_S,
+    Leaving,
+    Unsaved,
+)
 from farflock.node.state.checkpoint import CheckpointError
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -53,12 +60,15 @@ class Keeper:
 class Run:
     """One life of a node among these members: what happened, and when."""
 
-    def __init__(self, keeper, members=("me",), grace_s=None):
+    def __init__(self, keeper, members=("me",), grace_s=None, merged_s=0.0):
         self.said, self.keeper = [], keeper
         chain = SimpleNamespace(newest=SimpleNamespace(peers=members))
         self.peer = SimpleNamespace(me="me", context=SimpleNamespace(chain=chain))
         self.leaving = Leaving(self, [keeper], RunFolder(Path("x")), self.report)
         self.leaving.grace_s = grace_s
+        self.leaving.unmerged = lambda: self.now() < merged_s
+        self.stopped_s = []
+        self.leaving.stop = lambda: self.stopped_s.append(self.now())
 
     def report(self, kind, fields):
         self.said.append((kind, self.now()))
@@ -117,6 +127,18 @@ def test_a_long_step_is_left_out_and_the_state_before_it_is_saved():
     run = lived(Keeper(megabytes=4))
     assert run.took_s == pytest.approx(STEP_S + 4, abs=0.5)
     assert run.leaving.said.endswith("step-7, without the step that was under way")
+
+
+@pytest.mark.parametrize(
+    ("merged_s", "grace_s", "goodbye_s"),
+    [(0.0, None, 10.0), (12.0, None, 12.0), (60.0, None, 10.0 + MERGE_S), (60.0, 8.0, 12.0)],
+)
+def test_what_would_be_lost_with_the_node_is_merged_before_the_goodbye(
+    merged_s, grace_s, goodbye_s
+):
+    run = lived(Keeper(megabytes=1), merged_s=merged_s, grace_s=grace_s)
+    assert run.said[0] == ("goodbye", pytest.approx(goodbye_s, abs=0.2))
+    assert run.stopped_s == [pytest.approx(goodbye_s, abs=0.2)]
 
 
 def test_a_step_that_cannot_be_left_out_has_a_minute():

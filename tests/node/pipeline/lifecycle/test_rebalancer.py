@@ -12,6 +12,8 @@ from farflock.swarm.messages import Load
 from farflock.swarm.protocol.rebalance import LoadSnapshot, ServerLoad
 from farflock.swarm.sim.virtual_time import run_virtual
 
+MERGED_AFTER_S = 2.0
+
 
 def server(peer, queue=1.0, resident_s=1000.0):
     return ServerLoad(peer, queue, 1.0, 1000, resident_s)
@@ -84,8 +86,12 @@ def test_the_mover_ends_its_life_with_where_to_go_and_no_other_does():
         said = []
         loads = SimpleNamespace(say=said.append, snapshot=lambda number, needs: snapshots(number))
         peer = SimpleNamespace(me=me, run_s=now, loads=loads)
+
+        def load(number):
+            return Load(number, 0.0, 1.0, 1, 0.0)
+
         rebalancer = Rebalancer(
-            peer, RebalanceTerms(), (1, 1), lambda number: Load(number, 0.0, 1.0, 1, 0.0)
+            peer, RebalanceTerms(), (1, 1), load, lambda: asyncio.sleep(MERGED_AFTER_S)
         )
         try:
             async with asyncio.timeout(20 * EMERGENCY_S):
@@ -102,7 +108,7 @@ def test_the_mover_ends_its_life_with_where_to_go_and_no_other_does():
 
     stage, at_s, said = run_virtual(life("a", lost))
     assert stage == 1
-    assert at_s == pytest.approx((RESCUE_EVERY + 0.5) * EMERGENCY_S)
+    assert at_s == pytest.approx((RESCUE_EVERY + 0.5) * EMERGENCY_S + MERGED_AFTER_S)
     assert said == list(range(RESCUE_EVERY + 1))
     assert run_virtual(life("b", lost))[0] is None
     assert run_virtual(life("a", lambda number: None))[0] is None, (
