@@ -9,12 +9,12 @@ it takes up to two seconds. A row is added by a `Play` in the tuple of its modul
 
 from collections.abc import Iterator, Sequence
 
-from farflock.experiments.bench.plays import lines, machines
+from farflock.experiments.bench.plays import lines, machines, returns
 from farflock.experiments.bench.plays.play import Play, Seconds
 from farflock.experiments.bench.workers.hosted_swarm import NEVER, hosted_swarm
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
 
-PLAYS = machines.PLAYS + lines.PLAYS
+PLAYS = machines.PLAYS + lines.PLAYS + returns.PLAYS
 
 
 def run(options: Options) -> Iterator[Metric]:

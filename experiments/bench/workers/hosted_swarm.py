@@ -5,6 +5,7 @@ whose clock is wrong is measured like any other.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import signal
@@ -35,18 +36,28 @@ RUN = """
 [run]
 name = "faults"
 total_tokens = 1_000_000_000_000
-[model]
-preset = "tiny"
 [train]
 batch = 2
 seq = 16
-[method]
-name = "diloco"
-[method.options]
-round_s = {round_s}
 [exchange]
 view_s = 2.0
 deadline_s = {deadline_s}
+[model]
+preset = "tiny"
+"""
+WHOLE = """
+[method]
+name = "diloco"
+options.round_s = {round_s}
+"""
+STAGED = """
+layers = {stages}
+tied = false
+[method]
+name = "ddp"
+[pipeline]
+stages = {stages}
+batch = 4
 """
 
 
@@ -54,10 +65,12 @@ deadline_s = {deadline_s}
 class Setting:
     """The number of nodes that train together, and of hosts on which nothing runs yet; the seconds
     between two rounds, those after which a round closes without whom it waits for, and those that a
-    local step takes at least; the size of the last node's disk (0: what this machine has)."""
+    local step takes at least; the size of the last node's disk (0: what this machine has); the
+    stages of the model (0: it is whole, and rounds are not by the clock)."""
 
     nodes: int = 4
     spares: int = 0
+    stages: int = 0
     round_s: float = 1.0
     deadline_s: float = 10.0
     step_s: float = 0.1
@@ -163,9 +176,14 @@ class HostedSwarm:
     """Nodes that train together; the first one founded the run."""
 
     def __init__(
-        self, nodes: Sequence[HostedNode], folder: Path, spares: Sequence[HostedNode] = ()
+        self,
+        nodes: Sequence[HostedNode],
+        folder: Path,
+        spares: Sequence[HostedNode] = (),
+        *,
+        staged: bool = False,
     ) -> None:
-        self.nodes, self.folder, self.spares = nodes, folder, spares
+        self.nodes, self.folder, self.spares, self.staged = nodes, folder, spares, staged
 
     @property
     def founder(self) -> HostedNode:
@@ -190,6 +208,13 @@ class HostedSwarm:
         """Start a node that joins, or that returns to its run."""
         node.start("join", str(self.founder.status()["invite"]))
 
+    def start_again(self, node: HostedNode) -> None:
+        """Start a node again in its folder, by the command that it was first started with."""
+        if node is self.founder:
+            node.start("run", str(self.folder / "run.toml"))
+        else:
+            self.join(node)
+
     def require_whole(self) -> None:
         """Return once all nodes have applied a round of all; raise `NotMeasured` if that does not
         come."""
@@ -199,7 +224,10 @@ class HostedSwarm:
             raise NotMeasured("the nodes did not come to a round of all before the fault")
 
     def whole(self, limit_s: float) -> float:
-        """Return the seconds until every node has applied a round with the work of all."""
+        """Return the seconds until every node has applied a round with the work of all; of stages,
+        two rounds: no round has the work of all."""
+        if self.staged:
+            return self.progress(self.nodes, limit_s)
         return self.counts(self.nodes, limit_s)
 
     def progress(self, nodes: Sequence[HostedNode], limit_s: float) -> float:
@@ -324,14 +352,14 @@ def hosted_swarm(setting: Setting) -> Iterator[HostedSwarm]:
         places = stack.enter_context(hosts(setting.nodes + setting.spares, LINE_BITS))
         made = tempfile.TemporaryDirectory(prefix="farflock-bench-", ignore_cleanup_errors=True)
         folder = Path(stack.enter_context(made))
-        run = RUN.format(round_s=setting.round_s, deadline_s=setting.deadline_s)
-        (folder / "run.toml").write_text(run)
+        text = RUN + (STAGED if setting.stages else WHOLE)
+        (folder / "run.toml").write_text(text.format(**dataclasses.asdict(setting)))
         everyone = [
             HostedNode(place, folder / f"node-{number}", setting.step_s)
             for number, place in enumerate(places)
         ]
         nodes, spares = everyone[: setting.nodes], everyone[setting.nodes :]
-        swarm = HostedSwarm(nodes, folder, spares)
+        swarm = HostedSwarm(nodes, folder, spares, staged=bool(setting.stages))
         if setting.disk_bytes:
             disk = stack.enter_context(small_disk(folder / "disk", setting.disk_bytes))
             swarm.last.files = disk / "node"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from farflock.experiments.bench.faults import PLAYS
-from farflock.experiments.bench.plays import lines, machines
+from farflock.experiments.bench.plays import lines, machines, returns
 from farflock.experiments.bench.workers.hosted_swarm import NEVER, HostedNode, HostedSwarm
 from farflock.experiments.bench.workers.netns import Host
 
@@ -71,7 +71,7 @@ class Swarm(HostedSwarm):
 def time(monkeypatch):
     """A clock that nobody waits for."""
     clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: None)
-    for module in (lines, machines):
+    for module in (lines, machines, returns):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(machines, "DISK_BYTES", machines.BLOCK_BYTES)
 
