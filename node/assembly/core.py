@@ -17,10 +17,6 @@ from farflock.optimizers.parts.spread import Spread, in_turn
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 
-# A silent member counts as present for some seconds before that; it may come back in minutes, or
-# never.
-HOPELESS_S = 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class Core:
@@ -54,5 +50,5 @@ class Core:
         loop = Loop(driver, client, state_sync, training_task, compute, train, report)
         state_sync.replay = loop.begin_step
         if stage is None:  # a stage steps with its group, so it has nothing to go on with
-            driver.hopeless = lambda: peer.branching.undecided_s >= HOPELESS_S
+            driver.hopeless = client.is_hopeless
         return cls(driver, client, state_sync, loop)

@@ -43,6 +43,9 @@ from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
 STOPPING_WAIT_S = 2.0  # for an answer under way: a lone peer's last state must not depend on timing
 LOOK_EVERY_S = 1.0  # at whether an answer can still come
+# Without a quorum. A silent member counts as present for some seconds before that; it may come back
+# in minutes, or never.
+HOPELESS_S = 1.0
 MIN_WAIT_S = 0.001  # a wait below the clock's resolution would never end in virtual time
 
 log = logging.getLogger(__name__)
@@ -293,6 +296,10 @@ class ExchangeClient:
         if newest is not None:
             peers = [newest.peers[index] for index in newest.serving(self.stage)]
         return sum(context.life(peer) != "dead" for peer in peers)
+
+    def is_hopeless(self) -> bool:
+        """Return whether so many members are gone that no round of a whole group can be decided."""
+        return self.peer.context.undecided_s >= HOPELESS_S
 
     def name(self, stream: str) -> str:
         """Return the swarm's name for a stream of the method."""

@@ -102,6 +102,7 @@ class Branching:
         now_s = self._context.now()
         view, me = self._context.views.newest, self._context.my_index(self._context.views.newest)
         self._solitude.look(now_s, me is None or self._can_decide())
+        self._context.undecided_s = self._solitude.lasted_s
         if me is not None and self._is_due() and not self.adrift:
             self._found(now_s, me, self._membership.admission.present(view))
         else:
@@ -109,11 +110,6 @@ class Branching:
         self.returning.tick()
         self._look_out(now_s)
         self._ask_candidate(now_s)
-
-    @property
-    def undecided_s(self) -> float:
-        """The seconds for which the newest view, or the next round's, could decide nothing."""
-        return self._solitude.lasted_s
 
     @property
     def is_sure(self) -> bool:

@@ -62,6 +62,7 @@ class PeerContext:
     leaving: Collection[PeerId] = ()  # members of the newest view that have said goodbye
     # The round from which on a member contributes again to a stream, where it said so.
     away: dict[tuple[PeerId, str], int] = field(default_factory=dict)
+    undecided_s: float = 0.0  # for which the newest view, or the next round's, could decide nothing
     measured: dict[str, Evaluation] = field(default_factory=dict)  # for the next offer, by stream
     evaluated: Callable[[str, PeerId, Evaluation], None] = lambda stream, member, value: None
     counters: collections.Counter[str] = field(default_factory=collections.Counter)

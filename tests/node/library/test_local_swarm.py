@@ -182,7 +182,7 @@ def test_a_program_that_fails_in_its_block_says_goodbye_and_the_others_go_on():
     assert failed.waits_for == ()
     for took_s, rounds in others:
         assert took_s < 20  # a silent member would be waited for
-        assert rounds[-1].status == "ok"
+        assert "ok" in {each.status for each in rounds}
         assert rounds[-1].peers == 2
 
 

@@ -6,8 +6,8 @@ import pytest
 from worlds.evaluated_run import STEP_S, evaluated
 from worlds.waiting import now, until
 
-from farflock.node.assembly.core import HOPELESS_S
 from farflock.node.train.absence import STALL_S, Absence
+from farflock.node.train.exchange_client import HOPELESS_S
 from farflock.swarm.tasks import cancel
 
 AWAY_S = 60.0
