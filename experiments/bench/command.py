@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from farflock.experiments.measure.metric import COLUMNS
-from farflock.node.cli.commands.options import MAX_CODEC_THREADS, rate_bits
+from farflock.node.cli.commands.options import MAX_CODEC_THREADS
 from farflock.node.cli.output import Output
 from farflock.node.errors import Failure, Usage, nearest
 
@@ -47,6 +47,8 @@ SHOWN = COLUMNS[:-1]  # in the table; notes are long
 
 
 def _rate(ctx: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    from farflock.node.process.host import rate_bits  # late: it loads the network
+
     try:
         return None if text is None else rate_bits(text)
     except ValueError as error:

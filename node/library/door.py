@@ -19,14 +19,15 @@ from farflock.node.assembly.known_run import KnownRun, learn_run, listed_by_memb
 from farflock.node.assembly.own_world import identity_of, require_startable
 from farflock.node.assembly.peer_world import PeerWorld
 from farflock.node.assembly.session import AddressCache, Session, way_back, widened
-from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.forked import closed_in_forks
 from farflock.node.library.presence import JoinRequest, OptimizerNode, present
 from farflock.node.library.rank_calls import is_grouped
+from farflock.node.library.run_options import OwnOptions
 from farflock.node.process.freed import trimmed
-from farflock.node.process.host import OwnPlace
-from farflock.node.process.network import MachineOptions, network
+from farflock.node.process.host import OwnPlace, Shares, advertised, line_rate
+from farflock.node.process.network import MachineOptions, network, with_shares
 from farflock.node.run.invite import Invite, parse
 from farflock.node.run.manifest import Manifest
 from farflock.node.run.model_section import UserModel
@@ -55,23 +56,37 @@ class NetworkEntryPoint:
     """An entry point over the real network, in a thread: it starts a run, or joins that of the
     invite."""
 
-    invite: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 0
-    dht_port: int = 0
-    client_mode: bool = False
-    folder: Path | None = None  # holds what is kept for the next start; None: a temporary one
-    checkpoint_s: float = CHECKPOINT_S
+    invite: str | None
+    place: OwnPlace
+    folder: Path | None  # holds what is kept for the next start; None: a temporary one
+    checkpoint_s: float
+
+    @classmethod
+    def of(cls, invite: str | None, own: OwnOptions) -> "NetworkEntryPoint":
+        """Return the one that a program's keywords describe; raise `Usage`, which names the
+        keyword, for a wrong one."""
+        said, seconds = own.get("advertise", ()), own.get("checkpoint_s", CHECKPOINT_S)
+        if not seconds > 0:  # nor NaN
+            why = f"{seconds} is not a time from one checkpoint to the next"
+            raise Usage("checkpoint_s", why, "give seconds, such as 600.0")
+        place = OwnPlace(
+            own.get("host"),
+            own.get("port", 0),
+            own.get("dht_port", 0),
+            own.get("client_mode", False),
+            advertised([said] if isinstance(said, str) else said, "advertise"),
+            Shares(line_rate(own.get("up"), "up"), line_rate(own.get("down"), "down")),
+        )
+        return cls(invite, place, own.get("folder"), seconds)
 
     def enter(
         self, join_request: JoinRequest
     ) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
         """See `EntryPoint`."""
-        place = OwnPlace(self.host, self.port, self.dht_port, self.client_mode)
-        hosts = place.hosts("host")
+        hosts = self.place.hosts("host")
         wished = join_request.wished  # mistakes are reported before anything is opened
         way = founded(wished) if self.invite is None else parse(self.invite, time.time())
-        require_startable(self.folder, hosts, *place.ports)
+        require_startable(self.folder, hosts, *self.place.ports)
         background = Background("farflock")
         try:
             life = background.enter(lambda: self._inside(join_request, way))
@@ -95,8 +110,9 @@ class NetworkEntryPoint:
             folder = self.folder or Path(
                 kept.enter_context(tempfile.TemporaryDirectory(prefix="farflock-"))
             )
-            place = OwnPlace(self.host, self.port, self.dht_port, self.client_mode)
-            machine = MachineOptions(RunFolder(folder), place, checkpoint_s=self.checkpoint_s)
+            machine = with_shares(
+                MachineOptions(RunFolder(folder), self.place, checkpoint_s=self.checkpoint_s)
+            )
             # A step waits for the state's thread, and not for what others need reduced.
             state = Worker("state")
             kept.callback(state.close)

@@ -1,11 +1,12 @@
-"""The options of a run as keywords beside a method's name, for type checkers.
+"""The keywords of `SwarmOptimizer` beside its own parameters, for type checkers.
 
-What is right together is the method's own affair: they are all options of all methods, with the
-types of their fields, and those of exchanges.
+Those of a run stand beside a method's name. What is right together is the method's own affair: they
+are all options of all methods, with the types of their fields, and those of exchanges.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict, cast
 
 from farflock.compression.codec import Codec
 
@@ -79,6 +80,33 @@ class RunOptions(CommonOptions, total=False):
     """Options of a run as `SwarmOptimizer` takes them."""
 
     view_s: float
+
+
+class OwnOptions(TypedDict, total=False):
+    """Keywords of `SwarmOptimizer` that say where and how its own machine takes part. They are none
+    of the run's, so that each peer may give others."""
+
+    advertise: str | Sequence[str]
+    checkpoint_s: float
+    client_mode: bool
+    dht_port: int
+    down: str | None
+    folder: Path | None
+    host: str
+    outer_state: Literal["host", "disk", "device"]
+    port: int
+    up: str | None
+
+
+class SwarmOptions(RunOptions, OwnOptions, total=False):
+    """All keywords that `SwarmOptimizer` takes beside its own parameters."""
+
+
+def split_options(options: SwarmOptions) -> tuple[OwnOptions, RunOptions]:
+    """Return the keywords of the own machine, and the rest: those of the run, and unknown ones."""
+    own = {name: value for name, value in options.items() if name in OwnOptions.__optional_keys__}
+    run = {name: value for name, value in options.items() if name not in own}
+    return cast(OwnOptions, own), cast(RunOptions, run)
 
 
 class LocalOptions(CommonOptions, total=False):

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ from farflock.node.library.rank_calls import (
     unwrapped,
 )
 from farflock.node.library.remembered import recall, remember
-from farflock.node.library.run_options import RunOptions
+from farflock.node.library.run_options import OwnOptions, SwarmOptions, split_options
 from farflock.node.library.scheduled import tell_of_late_start
 from farflock.node.library.step_gradients import Held, asked_by_a_scaler, kept, take_scale
 from farflock.node.library.swarm_status import SwarmStatus, status_of
@@ -86,16 +86,25 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
     torch optimizer of the model's parameters, or a function that makes one from them. You or your
     scheduler set the learning rate in `param_groups`, which are the inner optimizer's. Some methods
     need a certain one: demo and flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose
-    moments it can send. A step adds `tokens_per_step` to the run's progress. Links are on `host`
-    (default: loopback). `folder` keeps what a program needs to go on when it is started
-    again: its identity and, after the first step, every ten minutes and at the end, its state (none
-    of several processes that are one peer). Without it, a program is a stranger the next time.
+    moments it can send. A step adds `tokens_per_step` to the run's progress. `on_jump` says what
+    follows if the program changes weights outside of a step, in the first step among others or by
+    more than a round: "refuse" (an error, the default), "adopt" (the run's weights come back, the
+    default under a trainer that loads checkpoints), or "keep".
+
+    Other keywords say where and how this machine takes part. Links are on `host` (default:
+    loopback), at `port` and the next one, and discovery is at `dht_port` (0, the default of both:
+    any free one); with `client_mode=True` the peer only dials out. `advertise="203.0.113.7:4002"`,
+    or several of these, publishes the address at which a router, a cloud or a container's host
+    passes on 4002 and 4003, and lets the links be at every address of the machine, at the same
+    ports. `up="5mbit"` and `down="20mbit"` are what the peer may send to members and read of what
+    they send (default: what the folder remembers of an earlier start, else "all").
+
+    `folder` keeps what a program needs to go on when it is started again: its identity and, after
+    the first step, each `checkpoint_s` (600.0) seconds and at the end, its state (none of several
+    processes that are one peer). Without it, a program is a stranger the next time.
     `outer_state="disk"` keeps the method's state in memory-mapped files of the folder, for models
-    whose state does not fit into memory; `outer_state="device"` keeps it, and encodes and computes
-    with it, on the device of the model. `on_jump` says what follows if the program changes weights
-    outside of a step, in the first step among others or by more than a round: "refuse" (an error,
-    the default), "adopt" (the run's weights come back, the default under a trainer that loads
-    checkpoints), or "keep".
+    whose state does not fit into memory (default: "host"); `outer_state="device"` keeps it, and
+    encodes and computes with it, on the device of the model.
 
     A step waits only for an exchange that is due, and at most until its deadline; later results are
     applied in a later step. Frozen parameters stay as they are and must be equal everywhere; with
@@ -120,15 +129,10 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
         run: str | None = None,
         seed: int | None = None,
         tokens_per_step: int = 1,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        dht_port: int = 0,
-        client_mode: bool = False,
-        folder: Path | None = None,
-        outer_state: Literal["host", "disk", "device"] = "host",
         on_jump: OnJump | None = None,
-        **options: Unpack[RunOptions],
+        **options: Unpack[SwarmOptions],
     ) -> None:
+        own, terms = split_options(options)
         self._ranks = rank_calls(partial(_facts_of, self))
         with self._ranks.together() as leads:
             model = unwrapped(model)
@@ -138,9 +142,9 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
             self._ready = False
             super().__init__(self._inner.param_groups, self._inner.defaults)
             self.param_groups, self.state = self._inner.param_groups, self._inner.state
-            buffers = self._ranks.buffers(model, options.get("buffers"))
+            buffers = self._ranks.buffers(model, terms.get("buffers"))
             averaged = {} if buffers is None else buffers.agreed
-            frozen = options.get("frozen")  # of frozen shards all ranks take part
+            frozen = terms.get("frozen")  # of frozen shards all ranks take part
             listed = list_tensors(model, with_frozen=frozen is None, buffers=averaged)
             self._replica = self._ranks.replica(model, self._inner)
             self._training_task, self._news = ExternalStep(tokens_per_step), LoopMeasures()
@@ -149,16 +153,16 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
             self._evaluated = EvaluatedModel(model, self._watch.trained, self._ranks)
             self.follows_run = False
             if leads:
-                self._replica.storage = _storage(outer_state, model, folder)
+                self._replica.storage = _storage(model, own)
                 theirs = fingerprint(model, self._inner, listed)
-                name, spelt_out = spelt(method, dict(options))
+                name, spelt_out = spelt(method, dict(terms))
                 wished = wish(theirs, name, {"name": run, "seed": seed}, spelt_out)
                 if not isinstance(invite, str):  # a joining peer learns the run's terms later
                     require_founded(wished, self._inner, self._replica, buffers)
                 if invite is None or isinstance(invite, str):
                     from farflock.node.library.door import NetworkEntryPoint  # it loads hivemind
 
-                    invite = NetworkEntryPoint(invite, host, port, dht_port, client_mode, folder)
+                    invite = NetworkEntryPoint.of(invite, own)
                 news, task = self._news, self._training_task
                 self._life, end = invite.enter(
                     JoinRequest(wished, self._replica, task, news.report, encode(listed), buffers)
@@ -493,8 +497,9 @@ def _facts_of(optimizer: SwarmOptimizer) -> RankFacts:
     )
 
 
-def _storage(kept: str, model: nn.Module, folder: Path | None) -> Storage:
+def _storage(model: nn.Module, own: OwnOptions) -> Storage:
     """Return where the method's state is kept; raise `Usage` if it cannot be there."""
+    kept, folder = own.get("outer_state", "host"), own.get("folder")
     if kept == "device":
         return OnDevice(_device_of(model)).allocate
     if kept == "host":

@@ -1,4 +1,4 @@
-"""The meaning of `--host` and `--advertise` on this machine, before anything is opened.
+"""The meaning of `--host`, `--advertise` and `--up` on this machine, before anything is opened.
 
 swarm/addresses.py decides what comes of it.
 """
@@ -27,6 +27,9 @@ from farflock.swarm.addresses import (
 )
 
 MAX_PORT = 65534  # the next one is for bulk
+MAX_BITS = 1e12  # of a line's rate, each second
+_RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kmg]bit)", re.ASCII)
+_RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # Where a connection of each family would go; nothing is sent there (RFC 5737, RFC 3849).
 _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _FAMILIES = [family for family, _ in _ELSEWHERE]
@@ -56,11 +59,12 @@ class Shares(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class OwnPlace:
-    """Where a user wants this machine to listen: `host` as `--host` says it, the ports of the links
-    and of the directory (0: any free one), and what is published beside; in client mode, nowhere.
-    `shares` is what it may take of the machine."""
+    """Where a user wants this machine to listen: `host` as `--host` says it (None: see
+    `default_host`), the ports of the links and of the directory (0: any free one, or for the links
+    that of the first address in `advertise`), and what is published beside; in client mode,
+    nowhere. `shares` is what it may take of the machine."""
 
-    host: str = LOOPBACK
+    host: str | None = None
     port: int = 0
     dht_port: int = 0
     client_mode: bool = False
@@ -70,12 +74,14 @@ class OwnPlace:
     @property
     def ports(self) -> tuple[int, ...]:
         """The ports that it takes."""
-        return () if self.client_mode else (self.port, self.dht_port)
+        outside = self.advertise[0].control if self.advertise else 0
+        return () if self.client_mode else (self.port or outside, self.dht_port)
 
     def hosts(self, option: str = "--host") -> tuple[str, ...]:
         """Return the numeric hosts to bind; raise `Usage`, which names the option, if nobody can
         listen there."""
-        return () if self.client_mode else bound_hosts(self.host, option)
+        host = default_host(self.advertise) if self.host is None else self.host
+        return () if self.client_mode else bound_hosts(host, option)
 
     def listening(self) -> Listening:
         """Return the same, with what the world needs to know of this machine."""
@@ -84,8 +90,9 @@ class OwnPlace:
         )
         if self.client_mode:
             return Listening(client_mode=True, up_bytes_per_s=up, down_bytes_per_s=down)
-        ports = self.port, self.dht_port
-        return Listening(self.hosts(), *ports, False, owned(), self.advertise, owned, up, down)
+        port, dht_port = self.ports
+        at, inside = self.hosts(), owned()
+        return Listening(at, port, dht_port, False, inside, self.advertise, owned, up, down)
 
 
 def owned() -> tuple[str, ...]:
@@ -124,6 +131,27 @@ def advertised(texts: Sequence[str], place: str) -> tuple[LinkAddress, ...]:
         why = f"these are {len(several)} addresses, and a peer publishes {MAX_PUBLISHED}"
         raise Usage(place, why, "name those that most others can dial")
     return several
+
+
+def rate_bits(text: str) -> float:
+    """Parse `100mbit` into 1e8 bits per second; raise `ValueError` for anything else."""
+    match = _RATE.fullmatch(text.strip().lower())
+    bits = float(match[1]) * _RATE_UNITS[match[2]] if match else 0.0
+    if not 0 < bits <= MAX_BITS:
+        raise ValueError(
+            f"{text!r} is not a rate; write a number and kbit, mbit or gbit, such as 100mbit"
+        )
+    return bits
+
+
+def line_rate(text: str | None, place: str) -> float | None:
+    """Return the bytes per second of a line, 0 for `all` of it, and None for None; raise `Usage`
+    for any other text."""
+    try:
+        # A program may give a number in spite of the types.
+        return None if text is None else 0.0 if text == "all" else rate_bits(str(text)) / 8
+    except ValueError as error:
+        raise Usage(place, f"{error}, or all", "") from None
 
 
 def default_host(outside: Sequence[LinkAddress]) -> str:

@@ -20,9 +20,6 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt])?b?", re.ASCII | re.IGNO
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _COUNT = re.compile(r"[1-9]\d{0,8}", re.ASCII)
 _TIME = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([sm])?", re.ASCII)
-_RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kmg]bit)", re.ASCII)
-_RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-MAX_BITS = 1e12
 _SHOWN = 64
 
 
@@ -60,23 +57,10 @@ def _memory(ctx: click.Context, option: click.Parameter, text: str | None) -> No
     limit_memory(size_in_bytes(ctx, option, text))
 
 
-def rate_bits(text: str) -> float:
-    """Parse `100mbit` into 1e8 bits per second; raise `ValueError` for anything else."""
-    match = _RATE.fullmatch(text.strip().lower())
-    bits = float(match[1]) * _RATE_UNITS[match[2]] if match else 0.0
-    if not 0 < bits <= MAX_BITS:
-        raise ValueError(
-            f"{text!r} is not a rate; write a number and kbit, mbit or gbit, such as 100mbit"
-        )
-    return bits
-
-
 def _line_rate(ctx: click.Context, option: click.Parameter, text: str | None) -> float | None:
-    """Return the bytes per second of a line; 0 for all of it."""
-    try:
-        return None if text is None else 0.0 if text == "all" else rate_bits(text) / 8
-    except ValueError as error:
-        raise click.BadParameter(f"{error}, or all") from None
+    from farflock.node.process.host import line_rate
+
+    return line_rate(text, option.opts[0])
 
 
 def _cpu(ctx: click.Context, option: click.Parameter, text: str | None) -> float | None:
@@ -387,13 +371,16 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
 
 def place_of(options: Mapping[str, Any]) -> "OwnPlace":
     """Return where these options let the machine listen."""
-    from farflock.node.process.host import OwnPlace, Shares, default_host
+    from farflock.node.process.host import OwnPlace, Shares
 
-    outside: tuple[LinkAddress, ...] = options["advertise"]
-    host = options["host"] or default_host(outside)
-    port = options["port"] or (outside[0].control if outside else 0)
-    shares = Shares(options["up"], options["down"], options["cpu"])
-    return OwnPlace(host, port, options["dht_port"], options["no_listen"], outside, shares)
+    return OwnPlace(
+        options["host"],
+        options["port"],
+        options["dht_port"],
+        options["no_listen"],
+        options["advertise"],
+        Shares(options["up"], options["down"], options["cpu"]),
+    )
 
 
 def grace_of(options: Mapping[str, Any]) -> float | None:

@@ -124,22 +124,6 @@ def test_a_usage_error_is_json_too(farflock):
     assert json.loads(out)["exit_code"] == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "bits"),
-    [("100mbit", 1e8), ("1gbit", 1e9), ("512 kbit", 512e3), ("2.5Mbit", 2.5e6), (" 10mbit ", 1e7)],
-)
-def test_rates_are_bits_a_second(text, bits):
-    assert command.rate_bits(text) == bits
-
-
-@pytest.mark.parametrize(
-    "text", ["", "100", "mbit", "-1mbit", "0mbit", "1e9gbit", "100mbyte", "100000gbit", "nanmbit"]
-)
-def test_what_is_no_rate_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match="such as 100mbit"):
-        command.rate_bits(text)
-
-
 def test_every_benchmark_in_the_table_is_a_module_of_this_package():
     assert all(
         path == f"farflock.experiments.bench.{name}" for name, path in command.BENCHMARKS.items()

@@ -122,7 +122,7 @@ def test_the_version_is_that_of_the_package(farflock):
         (["join", "x", "--host", "999.1.1.1"], "--host: '999.1.1.1' is no address, no interface"),
         (["run", __file__, "--advertise", "4002"], "--advertise: '4002' is not an address and a"),
         (["join", "x", "--cpu", "0%"], "--cpu': '0%' is no share; write 1% to 100%"),
-        (["join", "x", "--up", "5"], "--up': '5' is not a rate; write a number and kbit, mbit or"),
+        (["join", "x", "--up", "5"], "--up: '5' is not a rate; write a number and kbit, mbit or"),
         (["sim", "--peers", "0"], "--peers"),
     ],
 )

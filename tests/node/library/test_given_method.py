@@ -14,7 +14,7 @@ from worlds.virtual_optimizer import model_of, train_together
 import farflock
 from farflock.compression.codec import Codec
 from farflock.node.errors import RefusedByRun, Usage
-from farflock.node.library.run_options import RunOptions
+from farflock.node.library.run_options import OwnOptions, RunOptions, SwarmOptions
 from farflock.node.run.manifest import parse
 from farflock.node.run.model_section import UserModel
 from farflock.node.run.user_terms import founded, require_agreed, spelt, wish
@@ -149,6 +149,12 @@ def test_type_checkers_know_no_option_that_there_is_not():
     of_runs = {"codec", "return_codec", "deadline_s", "view_s", "frozen", "buffers"}
     assert RunOptions.__optional_keys__ == of_methods - TAKEN | of_runs
     assert get_type_hints(RunOptions)["codec"] == str | Codec
+
+
+def test_no_option_of_a_run_is_one_of_the_own_machine_and_the_docstring_names_all_of_these():
+    own = OwnOptions.__optional_keys__
+    assert SwarmOptions.__optional_keys__ - own == RunOptions.__optional_keys__
+    assert all(f"`{name}" in farflock.SwarmOptimizer.__doc__ for name in own)
 
 
 def test_an_optimizer_takes_an_instance_of_an_own_class():

@@ -532,6 +532,27 @@ def test_an_optimizer_that_cannot_work_starts_nothing(invite, options, says, off
     assert offers in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ({"advertise": "203.0.113.7"}, "advertise: '203.0.113.7' is not an address and a port"),
+        ({"advertise": ["203.0.113.7:4002", "x"]}, "advertise: 'x' is not an address and a port"),
+        ({"up": "5"}, "up: '5' is not a rate; write a number and kbit, mbit or gbit"),
+        ({"down": 5e6}, "down: '5000000.0' is not a rate"),
+        ({"checkpoint_s": 0}, "checkpoint_s: 0 is not a time from one checkpoint to the next"),
+        ({"checkpoint_s": float("nan")}, "checkpoint_s: nan is not a time"),
+        ({"hots": "::"}, "method.options of diloco: there is no 'hots'"),
+    ],
+)
+def test_a_wrong_keyword_of_the_own_machine_is_named_before_its_folder_is_made(
+    tmp_path, named, says
+):
+    with pytest.raises(Usage) as refused:
+        SwarmOptimizer(stack(1), folder=tmp_path / "mine", **named)
+    assert says in str(refused.value)
+    assert not (tmp_path / "mine").exists()
+
+
 def test_a_joiner_s_unknown_method_is_refused_before_it_joins():
     with pytest.raises(Usage, match="'dilocko' is not known; did you mean 'diloco'"):
         SwarmOptimizer(stack(1), "dilocko", INVITE)

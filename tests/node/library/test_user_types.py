@@ -30,6 +30,7 @@ with farflock.local_swarm(2, farflock.NoLoCo(period=5), view_s=1.0) as swarm:
 try:
     farflock.SwarmOptimizer(model, "lean", period=3, codec="ecsq:98", view_s=2.0, buffers=None)
     farflock.SwarmOptimizer(model, "diloco", outer={"name": "sgd"}, codec=farflock.codec("int8"))
+    farflock.SwarmOptimizer(model, host="::", port=4002, advertise=["203.0.113.7:4002"], up="5mbit")
 except (farflock.Usage, farflock.RefusedByRun, farflock.Failure) as error:
     text: str = error.remedy
 """
@@ -41,6 +42,8 @@ WRONG = {
     "farflock.Diloco()": 'no attribute "Diloco"',
     'farflock.SwarmOptimizer(model, "diloco", period="x")': 'Argument "period"',
     'farflock.SwarmOptimizer(model, "diloco", perod=5)': '"perod"',
+    "farflock.SwarmOptimizer(model, up=5.0)": 'Argument "up"',
+    "farflock.SwarmOptimizer(model, hots='::')": '"hots"',
     'farflock.SwarmOptimizer(model, deadline_s="soon")': 'Argument "deadline_s"',
     "farflock.SwarmOptimizer(model, farflock.DiLoCo(), viw_s=1.0)": '"viw_s"',
     'farflock.local_swarm(2, "ddp", codec=8)': 'Argument "codec"',

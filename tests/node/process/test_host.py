@@ -1,4 +1,5 @@
-"""What `--host` and `--advertise` say becomes addresses, or a sentence before any socket opens."""
+"""What `--host`, `--advertise` and `--up` say becomes addresses and rates, or a sentence before any
+socket opens."""
 
 import socket
 from types import SimpleNamespace
@@ -6,7 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from farflock.node.errors import Usage
-from farflock.node.process.host import OwnPlace, advertised, bound_hosts, default_host
+from farflock.node.process.host import (
+    OwnPlace,
+    advertised,
+    bound_hosts,
+    default_host,
+    line_rate,
+    rate_bits,
+)
 from farflock.swarm.addresses import LinkAddress
 
 OUTSIDE = LinkAddress("203.0.113.7", 4002, 4003)
@@ -109,6 +117,10 @@ def test_a_machine_behind_an_advertised_address_listens_everywhere():
     assert default_host(()) == "127.0.0.1"
     assert default_host([OUTSIDE]) == "0.0.0.0"
     assert default_host([OUTSIDE, LinkAddress("2001:db8::7", 1, 2)]) == "::"
+    outside = OwnPlace(advertise=(OUTSIDE,))
+    assert (outside.hosts(), outside.ports) == (("0.0.0.0",), (4002, 0))
+    inside = OwnPlace("localhost", 4012, 4001, advertise=(OUTSIDE,))
+    assert (inside.hosts(), inside.ports) == (("127.0.0.1",), (4012, 4001))
 
 
 def test_interfaces_that_are_up_are_known_to_who_listens():
@@ -119,3 +131,25 @@ def test_interfaces_that_are_up_are_known_to_who_listens():
     passive = OwnPlace("nobody asks", 4002, client_mode=True)
     assert passive.listening().client_mode
     assert (passive.hosts(), passive.ports) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [("100mbit", 1e8), ("1gbit", 1e9), ("512 kbit", 512e3), ("2.5Mbit", 2.5e6), (" 10mbit ", 1e7)],
+)
+def test_rates_are_bits_a_second(text, bits):
+    assert rate_bits(text) == bits
+
+
+@pytest.mark.parametrize(
+    "text", ["", "100", "mbit", "-1mbit", "0mbit", "1e9gbit", "100mbyte", "100000gbit", "nanmbit"]
+)
+def test_what_is_no_rate_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match="such as 100mbit"):
+        rate_bits(text)
+
+
+def test_a_line_has_a_rate_in_bytes_or_all_of_it_or_what_is_remembered():
+    assert [line_rate(text, "up") for text in ("8mbit", "all", None)] == [1e6, 0.0, None]
+    with pytest.raises(Usage, match=r"^up: '5' is not a rate; write .*100mbit, or all$"):
+        line_rate("5", "up")

@@ -14,14 +14,13 @@ PROGRAM = """
 import json, sys, time
 from pathlib import Path
 import torch, farflock
-from farflock.node.library.door import NetworkEntryPoint
 
 torch.set_num_threads(1)
 folder, invite = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
 model = torch.nn.Linear(8, 1)  # other weights in each life
 options = {} if invite else {"period": 5, "view_s": 1.0, "deadline_s": 10.0}
-way = NetworkEntryPoint(invite, folder=folder, checkpoint_s=0.2)
-with farflock.SwarmOptimizer(model, "diloco", way, lr=1e-2, **options) as optimizer:
+options |= {"folder": folder, "checkpoint_s": 0.2}
+with farflock.SwarmOptimizer(model, "diloco", invite, lr=1e-2, **options) as optimizer:
     (folder / "invite").write_text(optimizer.invite)
     while True:
         with (folder / "seen").open("a") as file:
