@@ -83,7 +83,8 @@ class StageNode:
     def is_unmerged(self) -> bool:
         """True if work that counts is only at this server, until its next merge with another."""
         counting = self.counting
-        return counting is not None and counting.is_unmerged and self.loop.client.members() > 1
+        will_merge = counting is not None and counting.tokens.will_merge
+        return will_merge and self.loop.client.members() > 1
 
     async def merged(self) -> None:
         """Wait until what counts here is merged, for a few seconds at most."""

@@ -99,6 +99,11 @@ class UnmergedTokens:
         """Tokens that count, and whose work is only here: they are lost if this server dies."""
         return self.counted - min(self._merged.values(), default=0)
 
+    @property
+    def will_merge(self) -> bool:
+        """True if a merge will take in work that counts and is only here."""
+        return bool(self._merged) and self.unmerged > 0
+
     def train(self, tokens: int) -> None:
         """Note the tokens of a step."""
         self._trained += tokens
@@ -166,11 +171,6 @@ class Counting:
     def shares_replica(self) -> bool:
         """True if joiners get the replica's parameters, in which work may not be counted yet."""
         return isinstance(self.method, ReplicaMethod)
-
-    @property
-    def is_unmerged(self) -> bool:
-        """True if work that counts is only at this server, until its next merge with another."""
-        return bool(self._numbers) and self.tokens.unmerged > 0
 
     # exchanges
 
