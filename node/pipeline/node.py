@@ -111,7 +111,7 @@ class PipelineNode:
         )
         self.trainer = self._training(tokens, start) if tokens is not None else None
         self._counts = {index: stream.name for index, stream in self._streams.items()}
-        self._last_means = last_means(plan, pipeline, peer, self._counts, means.report)
+        self.last_means = last_means(plan, pipeline, peer, self._counts, means.report)
         self.evaluator: PathEvaluator | None = None  # None: the run is not evaluated here
         self.evaluates = False
 
@@ -305,7 +305,7 @@ class PipelineNode:
         def has_tokens() -> bool:
             return self.stage_directory.tokens() >= total_tokens
 
-        served, last = [serving.index for serving in self.servings], self._last_means
+        served, last = [serving.index for serving in self.servings], self.last_means
         serve.append(last.look_on(served, has_tokens))
         train = [
             last.after(each.loop.run(ENDLESS), partial(_drains, each.loop), each)

@@ -324,7 +324,7 @@ class Ends(PerServer):
 
     def watch(self, number, node):
         super().watch(number, node)
-        take = node._last_means._take
+        take = node.last_means.take
 
         async def watched(serving):
             if number == self.dies:
@@ -333,7 +333,7 @@ class Ends(PerServer):
             self.before[serving.index][number] = weights(serving)
             await take(serving)
 
-        node._last_means._take = watched
+        node.last_means.take = watched
 
     def check_ends(self, stage):
         """Those that were there in the end have the mean of what each of them had; return whether

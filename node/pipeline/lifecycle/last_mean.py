@@ -83,12 +83,12 @@ class LastMeans:
         if not (self._counts and together()):
             return
         if serving is not None:
-            await self._take(serving)
+            await self.take(serving)
         until_s = self._peer.context.now() + DEADLINE_S
         while self._awaited() and self._peer.context.now() < until_s:  # noqa: ASYNC110 - votes
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _take(self, serving: StageNode) -> None:
+    async def take(self, serving: StageNode) -> None:
         """Replace a server's weights with the mean of those of its stage. If there is none, each
         server keeps its own."""
         client = serving.loop.client
