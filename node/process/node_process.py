@@ -51,7 +51,8 @@ class NodeProcess:
     def __post_init__(self) -> None:
         what = self.session, self.keepers, self.machine.folder, self.journal.report
         self.leaving = Leaving(*what)
-        self.leaving.unmerged, self.leaving.stop = lambda: self.member.unmerged, self.member.stop
+        self.leaving.unmerged = lambda: self.member.unmerged
+        self.leaving.stop = lambda: self.member.stop()
 
     @property
     def manifest(self) -> Manifest:

@@ -97,7 +97,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
         journal=SimpleNamespace(rounds={"ok": 4}, last_round=3),
         worker=SimpleNamespace(busy_s=0.0),
         awaited=lambda: awaited,
-        leaving=SimpleNamespace(doing="is leaving: saves step 7", said=""),
+        leaving=SimpleNamespace(asked=False, doing="is leaving: saves step 7", said=""),
     )
 
 
