@@ -30,7 +30,7 @@ class LongPart:
 
 SEEDS = "tests/sim/test_seeds.py::test_two_thousand_seeds_violate_nothing"
 CHURN = "tests/sim/test_pipeline.py::test_two_hundred_seeds_of_a_swarm_of_24_with_churn"
-COUNTED = "tests/sim/test_counted_apart.py::test_five_hundred_seeds_of_all_methods_and_paths"
+PIPELINES = "tests/sim/test_seeds.py::test_five_hundred_seeds_of_pipelines_violate_nothing"
 SIZE = "tests/net/at_size/test_models.py::test"
 _PARTS = [
     LongPart(
@@ -95,12 +95,12 @@ _PARTS = [
         ),
     ),
     LongPart(
-        "methods that are counted apart along all paths with churn, seeds 0 to 249",
-        tuple(f"{COUNTED}[{first}" for first in ("0", "1", "200", "225")),
+        "seeded disasters of pipelines, all methods, seeds 0 to 249",
+        tuple(f"{PIPELINES}[{first}" for first in ("0", "1", "200", "225")),
     ),
     LongPart(
-        "methods that are counted apart along all paths with churn, seeds 250 to 499",
-        tuple(f"{COUNTED}[{first}" for first in ("250", "275", "3", "4")),
+        "seeded disasters of pipelines, all methods, seeds 250 to 499",
+        tuple(f"{PIPELINES}[{first}" for first in ("250", "275", "3", "4")),
     ),
     LongPart("models that transformers has made, at size, in three stages", (f"{SIZE}_three",)),
     LongPart("the same models whole, with a joiner", (f"{SIZE}_a_joiner",)),

@@ -11,7 +11,7 @@ import concurrent.futures
 import itertools
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -328,17 +328,23 @@ def run_seed(seed: int, name: str | None = None) -> SeedReport:
 
 
 def run_seeds(
-    first: int, count: int, workers: int = 1, name: str | None = None
+    first: int,
+    count: int,
+    workers: int = 1,
+    name: str | None = None,
+    run: Callable[[int, str | None], SeedReport] | None = None,
 ) -> Iterator[SeedReport]:
-    """Yield the reports of seeds in order; they are the same for any number of worker processes."""
+    """Yield the reports of seeds in order; they are the same for any number of worker processes.
+    `run` runs one seed; None: `run_seed`."""
+    run = run or run_seed
     seeds, names = range(first, first + count), itertools.repeat(name)
     if workers == 1:
-        yield from map(run_seed, seeds, names)
+        yield from map(run, seeds, names)
         return
-    level = logging.getLogger("farflock").level
-    pool = concurrent.futures.ProcessPoolExecutor(workers, warm(__name__), _quieten, (level,))
+    level, context = logging.getLogger("farflock").level, warm(run.__module__)
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _quieten, (level,))
     try:
-        yield from pool.map(run_seed, seeds, names)
+        yield from pool.map(run, seeds, names)
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -55,10 +55,15 @@ class ChaosCase:
         """Return the replica that peer number `place` trains."""
         return CountingReplica(place, self.sizes, moments=self.method == "desloc")
 
+    @property
+    def all_options(self) -> dict[str, Any]:
+        """The method's options, with the deadline `DEADLINE_S` for its exchanges."""
+        deadline = {"deadline_s": DEADLINE_S} if "deadline_s" in options_of(self.method) else {}
+        return {**deadline, **self.options}
+
     def make(self) -> Method:
         """Return a new method whose exchanges have the deadline `DEADLINE_S`."""
-        deadline = {"deadline_s": DEADLINE_S} if "deadline_s" in options_of(self.method) else {}
-        return method(self.method, **{**deadline, **self.options})
+        return method(self.method, **self.all_options)
 
     def streams(self) -> list[Exchange]:
         """Return a template exchange of each stream."""

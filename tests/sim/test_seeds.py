@@ -15,6 +15,7 @@ from worlds.waiting import completed
 
 from farflock.node.simulate.chaos import Chaos, empty_cells, run_seed, run_seeds
 from farflock.node.simulate.chaos_methods import case_of
+from farflock.node.simulate.pipeline_chaos import run_pipeline_seed
 from farflock.swarm.sim.virtual_time import run_virtual
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
@@ -23,14 +24,14 @@ WORKERS = 2
 FEW = 45  # after as many, every fault has met every phase
 
 
-def require_clean(reports):
+def require_clean(reports, options="--chaos"):
     """Fail with the commands that bring the violations back; return how often each fault met each
-    phase."""
+    phase, or method."""
     fired, failures = collections.Counter(), []
     for report in reports:
         fired += report.fired
         if report.violations:
-            again = f"farflock sim --chaos --seeds 1 --first-seed {report.seed}"
+            again = f"farflock sim {options} --seeds 1 --first-seed {report.seed}"
             failures.append(f"{'; '.join(report.violations)}; again with: {again}")
     assert not failures, "\n".join(failures)
     return fired
@@ -48,6 +49,12 @@ def test_forty_five_seeds_violate_nothing_and_every_fault_meets_every_phase():
 def test_two_thousand_seeds_violate_nothing(seeds):
     """That every fault meets every phase is shown by the first 45, for every commit."""
     require_clean(map(run_seed, seeds))
+
+
+@pytest.mark.long
+@blocks(0, 500, size=25)
+def test_five_hundred_seeds_of_pipelines_violate_nothing(seeds):
+    require_clean(map(run_pipeline_seed, seeds), "--chaos --pipeline")
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
 """`farflock sim`: a run on a simulated network in virtual time, or small swarms under faults."""
 
-import collections
 import dataclasses
 import hashlib
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from farflock.node.cli.commands import sim_chaos
 from farflock.node.cli.commands.options import data_option, device_option
 from farflock.node.cli.output import Output, one_line
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from farflock.node.model.device import Device
     from farflock.node.model.weights_folder import WeightsFolder
     from farflock.node.run.manifest import Manifest
-    from farflock.node.simulate.chaos import SeedReport
     from farflock.node.simulate.pipeline import PipelineWorld
     from farflock.node.simulate.simulation import World
     from farflock.swarm.sim.network import LinkModel
@@ -112,6 +110,9 @@ EVALUATED = 128  # held-out sequences
     help="Run small swarms through seeded disasters; each violation is reported as a seed.",
 )
 @click.option(
+    "--pipeline", is_flag=True, help="With --chaos: pipelines instead of swarms of whole replicas."
+)
+@click.option(
     "--seeds",
     type=click.IntRange(1),
     default=20,
@@ -150,6 +151,7 @@ def command(
     folder: Path | None,
     leg_tokens: int | None,
     chaos: bool,
+    pipeline: bool,
     seeds: int,
     first_seed: int,
     data: tuple[Path, ...],
@@ -172,9 +174,9 @@ def command(
     """
     out = Output(as_json)
     _require_folder(folder, leg_tokens)
-    _require_one_kind(chaos, bool(manifest or assignments), name, device)
+    _require_one_kind((chaos, pipeline), bool(manifest or assignments), name, device)
     if chaos:
-        _disasters(out, range(first_seed, first_seed + seeds), workers, name, dry_run)
+        sim_chaos.run(out, pipeline, range(first_seed, first_seed + seeds), workers, name, dry_run)
         return
     from farflock.node.model.device import choose
     from farflock.node.run.fit import require_members
@@ -213,8 +215,16 @@ def _require_folder(folder: Path | None, leg_tokens: int | None) -> None:
         )
 
 
-def _require_one_kind(chaos: bool, described: bool, method: str | None, device: str) -> None:
-    """Refuse options for disasters together with options for a single run."""
+def _require_one_kind(
+    disasters: tuple[bool, bool], described: bool, method: str | None, device: str
+) -> None:
+    """Refuse options for `disasters`, --chaos and --pipeline, together with options for a single
+    run."""
+    chaos, pipeline = disasters
+    if pipeline and not chaos:
+        raise click.UsageError(
+            "--pipeline is for --chaos; a run is a pipeline if its manifest has a [pipeline] table"
+        )
     if chaos and described:
         raise click.UsageError("--chaos makes its own manifests; leave out the manifest and --set")
     if chaos and device != "cpu":
@@ -324,66 +334,3 @@ def _simulate(
         "steps": result.steps,
     }
     out.result(facts, "\n".join(f"{name}: {value}" for name, value in facts.items()))
-
-
-def _disasters(
-    out: Output, seeds: range, workers: int | None, name: str | None, dry_run: bool
-) -> None:
-    """Run seeded disasters; exit with 1 on a violation, or if many seeds leave some fault
-    untried."""
-    from farflock.node.machine import usable_cores
-    from farflock.node.simulate.chaos import ENOUGH_SEEDS, KINDS, empty_cells, run_seeds
-    from farflock.node.simulate.chaos_methods import PHASES, cases_of
-
-    arms = [[arm.method, arm.options] for arm in cases_of(name)]
-    phases = sorted(set(PHASES.values()))
-    if dry_run:
-        plan = {
-            "first_seed": seeds.start,
-            "seeds": len(seeds),
-            "kinds": KINDS,
-            "phases": phases,
-            "arms": arms,
-        }
-        digest = hashlib.sha256(one_line(plan).encode()).hexdigest()
-        out.result({**plan, "hash": digest}, f"{one_line(plan)}\nhash {digest}")
-        return
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
-    reports: list[SeedReport] = []
-    with out.progress("seeds") as progress:
-        at_once = min(workers or usable_cores(), len(seeds))
-        for report in run_seeds(seeds.start, len(seeds), at_once, name):
-            reports.append(report)
-            progress(len(reports) / len(seeds))
-    fired = sum((report.fired for report in reports), collections.Counter[tuple[str, str]]())
-    empty = [f"{kind} in {phase}" for kind, phase in empty_cells(fired)]
-    failures = [_failure(report, name) for report in reports if report.violations]
-    slowest = max(reports, key=lambda report: report.recovery_s)
-    facts = {
-        "seeds": len(seeds),
-        "violations": len(failures),
-        "failures": failures,
-        "faults": {kind: {phase: fired[kind, phase] for phase in phases} for kind in KINDS},
-        "empty": empty,
-        "slowest_recovery_s": slowest.recovery_s,
-    }
-    out.table(("", *phases), [(kind, *(fired[kind, phase] for phase in phases)) for kind in KINDS])
-    lines = [
-        f"{len(failures)} of {len(seeds)} seeds violated a promise;"
-        f" the slowest recovery took {slowest.recovery_s} s",
-        *(
-            f"seed {entry['seed']}: {entry['violation']}\n  run it again: {entry['command']}"
-            for entry in failures
-        ),
-        *([f"never fired: {', '.join(empty)}"] if empty else []),
-    ]
-    out.result(facts, "\n".join(lines))
-    if failures or (empty and len(seeds) >= ENOUGH_SEEDS and not name):
-        raise SystemExit(1)
-
-
-def _failure(report: "SeedReport", name: str | None) -> dict[str, object]:
-    command = f"farflock sim --chaos --seeds 1 --first-seed {report.seed}" + (
-        f" --method {name}" if name else ""
-    )
-    return {"seed": report.seed, "command": command, "violation": report.violations[0]}

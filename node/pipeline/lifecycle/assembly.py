@@ -123,6 +123,10 @@ class Assembly:
         def stopping() -> bool:
             return core.loop.stop.requested
 
+        def is_open() -> bool:
+            tasks = core.loop.under_way.items()
+            return any(key.stream == stream and not task.done() for key, task in tasks)
+
         async def before_step() -> None:
             await core.state_sync.let_leave()
 
@@ -149,7 +153,8 @@ class Assembly:
         task = StageTask(accounts, stage, replica, schedule, microbatch_tokens, summing)
         task.rate_factor = lambda: LR_BUMP if "bumped" in marks() else 1.0
         tokens, name = int(pipeline.batch_tokens * share), f"{stream}/{index}"
-        batch = BatchTrigger(accounts, peer.rounds, peer.tallies, name, index, tokens, stopping)
+        group = peer.rounds, peer.tallies
+        batch = BatchTrigger(accounts, *group, name, index, tokens, stopping, is_open)
         report, train = self._report_of(index), gated(batch, means.train, before_step)
         core = Core.over(
             peer, driver, task, means.compute, train, report, stage=index, spool=means.spool

@@ -74,7 +74,7 @@ class StageTask:
 @dataclass(slots=True)
 class BatchTrigger:
     """Decides when a step is due: when the group has merged `tokens` more than at the last step,
-    or when other members have begun the round."""
+    or when other members have begun the round, unless an exchange of this server is open."""
 
     accounts: StageAccounts
     rounds: Rounds
@@ -83,6 +83,7 @@ class BatchTrigger:
     stage: int
     tokens: int
     stopping: Callable[[], bool]
+    is_open: Callable[[], bool] = lambda: False
     steps: int = 0  # since the last round
     _round: int = -1
 
@@ -93,11 +94,17 @@ class BatchTrigger:
             self.accounts.merged.clear()
             self.tallies.changed.clear()
             self._tell()
-            if self._has_enough() or self.rounds.called(self.stream):
+            if self._has_enough() or self._is_called():
                 self.steps += 1
                 return True
             await _either(self.accounts.merged, self.tallies.changed)
         return False
+
+    def _is_called(self) -> bool:
+        """Return whether others have begun a round that a step can contribute to. While an exchange
+        of this server is open, no step can, and steps without work would follow each other as fast
+        as the machine takes them."""
+        return self.rounds.called(self.stream) and not self.is_open()
 
     def is_full(self) -> bool:
         """Return whether the next step has its tokens; this also announces the tokens merged here.

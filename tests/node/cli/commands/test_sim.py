@@ -6,8 +6,9 @@ import json
 import pytest
 from worlds.card import CARD
 
-from farflock.node.simulate import chaos, simulation
+from farflock.node.simulate import chaos, pipeline_chaos, simulation
 from farflock.node.simulate.chaos import CELLS, ENOUGH_SEEDS, SeedReport
+from farflock.node.simulate.pipeline_chaos import DISASTERS
 
 SHORT = ("--peers", "2", "--set", "run.total_tokens=2048")
 
@@ -98,17 +99,18 @@ def test_models_are_on_the_device_that_was_chosen(farflock, card):
 @pytest.fixture
 def reports(monkeypatch):
     """Reports that stand in for disasters: a violation in seed 8, the rest as the test says."""
-    made, asked = {}, []
+    made, asked, runs = {}, [], []
 
-    def run_seeds(first, count, workers, name):
+    def run_seeds(first, count, workers, name, run=chaos.run_seed):
         asked.append((first, count, workers) if name is None else (first, count, workers, name))
+        runs.append(run)
         for seed in range(first, first + count):
             yield made.get(
                 seed, SeedReport(seed, [], collections.Counter(CELLS), 5, "hash", 2.0 + seed / 100)
             )
 
     monkeypatch.setattr(chaos, "run_seeds", run_seeds)
-    made["asked"] = asked
+    made |= {"asked": asked, "runs": runs}
     return made
 
 
@@ -213,6 +215,58 @@ def test_disasters_take_no_manifest_and_no_device(farflock, manifest):
     code, _, err = farflock("sim", "--chaos", "--device", "cuda")
     assert code == 2
     assert "leave out --device cuda" in err
+
+
+# Disasters of pipelines.
+
+
+def test_a_seed_of_a_pipeline_reports_what_was_promised(farflock):
+    code, found, _ = disasters(farflock, "--pipeline", "--seeds", "1", "--first-seed", "3")
+    assert code == 0
+    assert (found["seeds"], found["violations"], found["failures"]) == (1, 0, [])
+    assert found["methods"] == {"noloco": 1}
+    assert sum(found["faults"]["noloco"].values()) >= 3
+    assert found["slowest_recovery_s"] < pipeline_chaos.RECOVERY_S
+
+
+def test_disasters_of_pipelines_are_counted_by_method_and_fail_with_the_command_that_repeats_them(
+    farflock, reports
+):
+    fired = collections.Counter({("kill", "lean"): 1, ("stop", "lean"): 1})
+    reports[8] = SeedReport(8, ["two are one"], fired, 5, "hash", 30.0)
+    command = ("--pipeline", "--seeds", "2", "--first-seed", "8", "--method", "lean")
+    code, found, _ = disasters(farflock, *command)
+    again = "farflock sim --chaos --pipeline --seeds 1 --first-seed 8 --method lean"
+    assert code == 1
+    assert found["failures"] == [{"seed": 8, "command": again, "violation": "two are one"}]
+    none = dict.fromkeys(DISASTERS, 0)
+    assert found["faults"] == {"lean": none | {"kill": 1, "stop": 1}}
+    assert found["methods"] == {"lean": 2}
+    assert reports["runs"] == [pipeline_chaos.run_pipeline_seed]
+    code, out, _ = farflock("sim", "--chaos", *command)
+    assert code == 1
+    assert [line.split() for line in out.splitlines()[:2]] == [
+        ["seeds", *DISASTERS],
+        ["lean", "2", "1", "0", "0", "0", "1", "0"],
+    ]
+
+
+def test_a_dry_run_of_pipelines_disasters_is_another_one_than_of_swarms(farflock, reports):
+    shown, other = (
+        disasters(farflock, "--dry-run", *options)[1] for options in (("--pipeline",), ())
+    )
+    assert shown["hash"] != other["hash"]
+    assert shown["kinds"] == list(DISASTERS)
+    assert reports["asked"] == []
+
+
+def test_a_pipeline_is_for_disasters_and_a_method_without_one_is_refused(farflock):
+    code, _, err = farflock("sim", "--pipeline")
+    assert code == 2
+    assert "--pipeline is for --chaos" in err
+    code, _, err = farflock("sim", "--chaos", "--pipeline", "--method", "async")
+    assert code == 2
+    assert "does not run inside pipelines" in err
 
 
 @pytest.mark.parametrize(

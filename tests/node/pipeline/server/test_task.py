@@ -164,6 +164,17 @@ async def test_a_round_that_others_have_called_is_joined_with_whatever_is_here(
 
 
 @waiting
+async def test_while_an_exchange_of_its_own_is_open_others_call_in_vain(batch, server, group, stop):
+    group.calls, is_open = True, [True]
+    batch.is_open = lambda: bool(is_open)
+    later(0.1, is_open.clear)
+    later(0.1, group.changed.set)
+    full, took_s = await until_full(batch)
+    assert full
+    assert took_s == pytest.approx(0.1)
+
+
+@waiting
 async def test_a_task_that_must_stop_waits_for_no_batch(batch, server, group, stop):
     later(0.1, stop)
     full, took_s = await until_full(batch)
