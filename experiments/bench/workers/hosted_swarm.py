@@ -200,9 +200,10 @@ class HostedSwarm:
         return [node for node in self.nodes if node not in struck]
 
     def found(self) -> None:
-        """Start the founder, and return once it trains."""
+        """Start the founder, and return once it trains; one with a stage waits for the others."""
         self.founder.start("run", str(self.folder / "run.toml"))
-        self._require(lambda node: node.status().get("step"), self.founder)
+        there = "invite" if self.staged else "step"
+        self._require(lambda node: node.status().get(there), self.founder)
 
     def join(self, node: HostedNode) -> None:
         """Start a node that joins, or that returns to its run."""
