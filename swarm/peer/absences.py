@@ -6,6 +6,7 @@ Others heed its word as they heed a suspicion, up to the round from which on it 
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Away, Key
@@ -17,8 +18,15 @@ REPEATS = 10  # of the word that a member is back
 LAG_ROUNDS = 2  # decided, of which the content is not here
 AHEAD = 32  # rounds: a member that dies meanwhile becomes suspect long before
 
-
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Word:
+    """What this peer says about a stream: the round from which on it contributes."""
+
+    from_round: int
+    repeats: int | None  # that are left; None: as long as it is away
 
 
 class Absences:
@@ -27,9 +35,8 @@ class Absences:
 
     def __init__(self, context: PeerContext, is_open: Callable[[str], bool]) -> None:
         self._context, self._is_open = context, is_open
-        self._until: dict[str, int] = {}  # by stream
-        self._left = 0  # repeats
-        self._sent_s = 0.0
+        self._words: dict[str, _Word] = {}  # by stream
+        self._said_s = 0.0
         self._lag: Lag | None = None
 
     def watch(self, streams: Mapping[str, StreamState]) -> None:
@@ -43,19 +50,15 @@ class Absences:
     def leave(self, nexts: Iterable[tuple[str, int]]) -> None:
         """Contribute nothing to these streams, whose next rounds these are; call it again as rounds
         pass."""
-        until = dict(self._until)
         for stream, number in nexts:
-            if self._until.get(stream, 0) < number + AHEAD // 2:
-                until[stream] = number + AHEAD
-        self._left = -1
-        if until != self._until:
-            self._until = until
-            self._send()
+            word = self._words.get(stream)
+            if word is None or word.from_round < number + AHEAD // 2:
+                self._begin(stream, _Word(number + AHEAD, None))
 
     def come_back(self, nexts: Iterable[tuple[str, int]]) -> None:
-        """Contribute again, from these rounds on."""
-        self._until, self._left = dict(nexts), REPEATS
-        self._send()
+        """Contribute to these streams again, from these rounds on."""
+        for stream, number in nexts:
+            self._begin(stream, _Word(number, REPEATS))
 
     def receive(self, sender: PeerId, incarnation: int, message: Away) -> None:
         """Handle a member's word."""
@@ -72,16 +75,27 @@ class Absences:
         """Repeat what was said, and look whether this peer has fallen behind."""
         if self._lag is not None:
             self._lag.tick()
-        if self._left and self._context.now() - self._sent_s >= REPEAT_S:
-            self._left -= 1
-            self._send()
+        if self._context.now() - self._said_s >= REPEAT_S:
+            self._repeat()
 
-    def _send(self) -> None:
-        self._sent_s = self._context.now()
-        for stream, number in self._until.items():
-            for peer in self._context.views.newest.peers:
-                if peer != self._context.me:
-                    self._context.send(peer, Away(Key(stream, number)))
+    def _begin(self, stream: str, word: _Word) -> None:
+        """Say something new about a stream; it is repeated with what is said about others."""
+        self._words[stream] = word
+        self._say(stream, word)
+
+    def _repeat(self) -> None:
+        self._said_s = self._context.now()
+        for stream, word in self._words.items():
+            if word.repeats == 0:
+                continue
+            if word.repeats is not None:
+                word.repeats -= 1
+            self._say(stream, word)
+
+    def _say(self, stream: str, word: _Word) -> None:
+        for peer in self._context.views.newest.peers:
+            if peer != self._context.me:
+                self._context.send(peer, Away(Key(stream, word.from_round)))
 
 
 class Lag:

@@ -1,12 +1,14 @@
 """A member that is away: nobody waits for it, and it is counted again when it is back."""
 
+import asyncio
+
 import pytest
 from worlds.herd import STREAM, in_virtual_time
 from worlds.waiting import until
 
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Away, Key
-from farflock.swarm.peer.absences import AHEAD
+from farflock.swarm.peer.absences import AHEAD, REPEAT_S, REPEATS
 from farflock.swarm.sim.network import Faults
 
 KINDS = pytest.mark.parametrize("kind", ["mean", "gather"])
@@ -94,3 +96,19 @@ async def test_the_word_is_renewed_well_before_it_ends_and_not_with_each_round(h
         node.peer.absences.leave([(STREAM, number)])
         assert said[-1].key.round >= number + AHEAD // 2
     assert len(said) <= 10
+
+
+@in_virtual_time(2)
+async def test_what_is_said_of_one_stream_does_not_end_what_is_repeated_of_another(herd):
+    node, said = herd.nodes[0], []
+    node.peer.context.links.send = lambda peer, frame: said.append(unpack(frame).message) or True
+    absences, now = node.peer.absences, node.peer.context.now
+    absences.leave([("first", 1), ("second", 1)])
+    absences.come_back([("second", 3)])
+    ends_s = now() + 2 * REPEATS * REPEAT_S
+    while now() < ends_s:  # in place of the peer's own ticks, which heartbeats would hide
+        said.clear()
+        absences.tick()
+        await asyncio.sleep(REPEAT_S)
+    last = [each.key for each in said if isinstance(each, Away)]
+    assert last == [Key("first", 1 + AHEAD)], "one is still away, the other has been heard enough"
