@@ -160,8 +160,9 @@ async def _open_links(
 ) -> ZmqLinks:
     """Open the links where this peer listened last, or, if that was taken since it was looked at,
     where it was told to."""
-    with contextlib.suppress(OSError):
-        return await ZmqLinks.open(identity, run, replace(options, listen=again.links))
+    if again.links != listening.links:
+        with contextlib.suppress(OSError):
+            return await ZmqLinks.open(identity, run, replace(options, listen=again.links))
     return await ZmqLinks.open(identity, run, replace(options, listen=listening.links))
 
 
