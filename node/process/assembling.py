@@ -30,7 +30,7 @@ def assembled(
     """Return the node of a session; its worker threads end with the process. `before` is the last
     checkpoint of a whole replica that returns to a run."""
     machine, peer = inputs.machine, session.peer
-    torch.set_num_threads(machine.threads)
+    torch.set_num_threads(machine.place.shares.threads_of(machine.threads))
     journal = RunRecorder(History.open(machine.folder.path, time.time), links.total_bytes)
     files, worker = Worker("files"), TimedWorker("train")
     report = trimmed(journal.report, files, peer.context.spawn)

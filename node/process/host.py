@@ -50,6 +50,11 @@ class Shares(msgspec.Struct, frozen=True):
         said += [f"{self.cpu:.0%} of its threads' time"] if 0 < (self.cpu or 0) < 1 else []
         return ", ".join(said)
 
+    def threads_of(self, threads: int) -> int:
+        """Return how many of a node's threads to train with: as few as its share needs, since
+        between steps there are pauses, but not within one."""
+        return max(1, math.ceil((self.cpu or 1.0) * threads))
+
     def over(self, before: "Shares") -> "Shares":
         """Return these, and where nothing is said those before."""
         fields = msgspec.structs.asdict(self)

@@ -75,6 +75,14 @@ def test_without_a_share_nothing_is_added_to_the_pause(share):
     assert with_share(pause, share, 1, lambda: False) is pause
 
 
+@pytest.mark.parametrize(
+    ("share", "threads", "trains_with"),
+    [(None, 4, 4), (0.0, 4, 4), (1.0, 4, 4), (0.5, 8, 4), (0.3, 8, 3), (0.5, 1, 1), (0.01, 8, 1)],
+)
+def test_a_share_of_many_threads_is_fewer_of_them(share, threads, trains_with):
+    assert Shares(cpu=share).threads_of(threads) == trains_with
+
+
 def options(tmp_path, **said):
     return MachineOptions(RunFolder(tmp_path / "node"), OwnPlace(shares=Shares(**said)))
 
