@@ -3,7 +3,6 @@
 import contextlib
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from farflock.experiments.bench.plays.lines import FAULTS, LIMIT_S
 from farflock.experiments.bench.plays.play import Play, Seconds
 from farflock.experiments.bench.workers.hosted_swarm import (
+    LOOK_EVERY_S,
     NEVER,
     HostedNode,
     HostedSwarm,
@@ -21,6 +21,7 @@ from farflock.experiments.bench.workers.hosted_swarm import (
 FROZEN_S, BUSY_S, SLEPT_S, COPIED_S, FULL_S = 30.0, 90.0, 90.0, 60.0, 20.0
 CLOCK_S, STEPPED_S, SLEPT_CLOCK_S = 600.0, 20.0, 4.0
 DISK_BYTES, BLOCK_BYTES = 64 << 20, 1 << 16
+DISK_RATE = 250_000.0  # bytes per second: a whole checkpoint takes half a minute
 COPY_CODE = 3  # of a node that is told not to start again
 ELSEWHERE = "10.78.0.200"
 TRIED = "e28b7fbf on 2026-11-22, once"
@@ -111,18 +112,42 @@ def copy(swarm: HostedSwarm) -> Seconds:
     shutil.copytree(swarm.last.files, spare.files, ignore=shutil.ignore_patterns("*.sock"))
     swarm.join(spare)
     gap_s = swarm.longest_gap(swarm.nodes, COPIED_S)
-    ended = _ended(spare, LIMIT_S)
+    ended = spare.code(LIMIT_S) == COPY_CODE
     spare.kill()
     shutil.rmtree(spare.files)
     return {"e23": gap_s if ended else NEVER, "e23.back": swarm.whole(LIMIT_S)}
 
 
-def _ended(node: HostedNode, limit_s: float) -> bool:
-    """Return whether a node ends by itself, and says that it must not be started again."""
-    assert node.process is not None
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return node.process.wait(limit_s) == COPY_CODE
-    return False
+def slow_disk(swarm: HostedSwarm) -> Seconds:
+    """Ask a member to end while its disk is slow, and start it again."""
+    node, others = swarm.last, swarm.others(swarm.last)
+    before, began_s = node.checkpoints(), time.monotonic()
+    node.disk.write_text(str(DISK_RATE))
+    node.signal(signal.SIGTERM)
+    gone_on_s = swarm.progress(others, LIMIT_S)
+    is_saved = node.code(LIMIT_S) == 0 and bool(node.checkpoints() - before)
+    ended_s = time.monotonic() - began_s if is_saved else NEVER
+    node.disk.unlink()
+    swarm.join(node)
+    return {"e4": ended_s, "e4.others": gone_on_s, "e4.back": swarm.counts([node], LIMIT_S)}
+
+
+def clean(swarm: HostedSwarm) -> Seconds:
+    """Remove the sockets by which a member speaks to the daemon of its directory."""
+    node, began_s = swarm.last, time.monotonic()
+    for path in node.sockets():
+        path.unlink()
+    gone_on_s = swarm.whole(LIMIT_S)
+    return {"e28": gone_on_s, "e28.back": _healed(node, began_s)}
+
+
+def _healed(node: HostedNode, since_s: float) -> float:
+    """Return the seconds until a node's directory has sockets again, and serves."""
+    while time.monotonic() < since_s + LIMIT_S:
+        if node.sockets() and "without the run's directory" not in str(node.status().get("doing")):
+            return time.monotonic() - since_s
+        time.sleep(LOOK_EVERY_S)
+    return NEVER
 
 
 PLAYS = (
@@ -154,6 +179,22 @@ PLAYS = (
         "with its work; .back: a round of all that it wrote down, once there is room",
         disk,
         Setting(disk_bytes=DISK_BYTES),
+    ),
+    Play(
+        "e4",
+        f"SIGTERM to one of four (0.5M parameters), whose disk takes {DISK_RATE / 1e6:g} MB/s:"
+        " until it has ended with code 0 and its last step saved; .others: their second round;"
+        " .back: until its work counts, from its start in the same folder",
+        slow_disk,
+        Setting(preset="demo"),
+        before={"e4": NEVER},
+        source=TRIED,
+    ),
+    Play(
+        "e28",
+        "the sockets of one of four to its directory's daemon are removed: a round of all; .back:"
+        " until that directory serves again",
+        clean,
     ),
     Play(
         "e10",

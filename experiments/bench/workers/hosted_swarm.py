@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from farflock.experiments.bench.workers.fleet import Fields, surroundings
-from farflock.experiments.bench.workers.hosted_node import CLOCK_FILE
+from farflock.experiments.bench.workers.hosted_node import CLOCK_FILE, DISK_FILE
 from farflock.experiments.bench.workers.netns import Host, hosts
 from farflock.experiments.measure.metric import NotMeasured
 from farflock.node.process.brake import BRAKE
@@ -43,7 +43,7 @@ seq = 16
 view_s = 2.0
 deadline_s = {deadline_s}
 [model]
-preset = "tiny"
+preset = "{preset}"
 """
 WHOLE = """
 [method]
@@ -66,7 +66,7 @@ class Setting:
     """The number of nodes that train together, and of hosts on which nothing runs yet; the seconds
     between two rounds, those after which a round closes without whom it waits for, and those that a
     local step takes at least; the size of the last node's disk (0: what this machine has); the
-    stages of the model (0: it is whole, and rounds are not by the clock)."""
+    stages of the model (0: it is whole, and rounds are not by the clock), and its preset."""
 
     nodes: int = 4
     spares: int = 0
@@ -75,6 +75,7 @@ class Setting:
     deadline_s: float = 10.0
     step_s: float = 0.1
     disk_bytes: int = 0
+    preset: str = "tiny"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class HostedNode:
         folder.mkdir()
         self.files = folder / "node"  # the node's own
         self.brake, self.clock = folder / "brake.txt", folder / "clock.txt"
+        self.disk = folder / "disk.txt"  # while it is there, bytes per second
         self.brake.write_text(str(step_s))
 
     @property
@@ -107,14 +109,15 @@ class HostedNode:
     def start(self, *words: str) -> None:
         """Start the command; its output goes to the end of `log.txt`."""
         place = ("--folder", str(self.files), "--host", "0.0.0.0")
-        files = {BRAKE: str(self.brake), CLOCK_FILE: str(self.clock)}
+        files = {BRAKE: self.brake, CLOCK_FILE: self.clock, DISK_FILE: self.disk}
+        named = {name: str(path) for name, path in files.items()}
         with (self.folder / "log.txt").open("ab") as log:
             self.process = subprocess.Popen(
                 [*self.host.prefix, sys.executable, "-m", WORKER, *words, *place],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**surroundings(), **files, "FARFLOCK_HOME": str(self.folder)},
+                env={**surroundings(), **named, "FARFLOCK_HOME": str(self.folder)},
                 start_new_session=True,
             )
 
@@ -131,6 +134,27 @@ class HostedNode:
         self.signal(signal.SIGKILL, helpers=True)
         if self.process is not None:
             self.process.wait()
+
+    def code(self, limit_s: float) -> int | None:
+        """Return the exit code with which the node ends by itself; None if it does not, in time."""
+        assert self.process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(limit_s)
+        return None
+
+    def checkpoints(self) -> set[Path]:
+        """Return the whole checkpoints in its folder."""
+        return {path.parent for path in self.files.glob("checkpoints/step-*/manifest.json")}
+
+    def sockets(self) -> list[Path]:
+        """Return the files of the sockets at which the node and its helpers hear each other: all
+        that are open on its host, which nothing else uses."""
+        found = set()
+        with contextlib.suppress(OSError):
+            assert self.process is not None
+            lines = Path(f"/proc/{self.process.pid}/net/unix").read_text().splitlines()
+            found = {Path(words[7]) for line in lines[1:] if len(words := line.split()) == 8}
+        return sorted(path for path in found if path.is_absolute() and path.exists())
 
     def status(self) -> Fields:
         """Return what the node last wrote of itself; nothing before that."""

@@ -24,7 +24,15 @@ class Node(HostedNode):
     def start(self, *words):
         self.runs = True
         self.done.append(words[0])
-        self.process = SimpleNamespace(wait=lambda limit_s: machines.COPY_CODE)
+
+    def code(self, limit_s):
+        return machines.COPY_CODE if signal.SIGTERM not in self.done else 0
+
+    def checkpoints(self):
+        return {"step-9"} if signal.SIGTERM in self.done else set()
+
+    def sockets(self):
+        return [SimpleNamespace(unlink=lambda: self.done.append("unlink"))]
 
     def signal(self, number, *, helpers=False):
         self.done.append(number)
@@ -98,11 +106,6 @@ def test_a_fault_is_undone_and_its_first_number_has_its_name(play, tmp_path):
 
 def test_a_copy_that_does_not_end_by_itself_is_never(tmp_path, monkeypatch):
     (play,) = (play for play in PLAYS if play.name == "e23")
-    swarm, started = Swarm(play, tmp_path), Node.start
-
-    def start(node, *words):
-        started(node, *words)
-        node.process = SimpleNamespace(wait=lambda limit_s: 0)
-
-    monkeypatch.setattr(Node, "start", start)
+    swarm = Swarm(play, tmp_path)
+    monkeypatch.setattr(Node, "code", lambda node, limit_s: 0)
     assert play.strike(swarm)["e23"] == NEVER

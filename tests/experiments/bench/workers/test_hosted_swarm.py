@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from worlds.waiting import completed, line_of
 
-from farflock.experiments.bench.workers import hosted_swarm
-from farflock.experiments.bench.workers.hosted_node import stepped
+from farflock.experiments.bench.workers import hosted_node, hosted_swarm
+from farflock.experiments.bench.workers.hosted_node import PAGE_BYTES, paced, stepped
 from farflock.experiments.bench.workers.hosted_swarm import (
     NEVER,
     HostedNode,
@@ -94,6 +94,19 @@ def test_a_clock_is_off_by_what_its_file_says_while_there_is_one(tmp_path):
     assert now_s() == 1000.0
     (tmp_path / "clock.txt").write_text("-4.5")
     assert now_s() == 995.5
+
+
+def test_a_slow_disk_takes_a_part_at_once_while_its_file_says_so(tmp_path, monkeypatch):
+    taken, slept = [], []
+    monkeypatch.setattr(hosted_node, "time", SimpleNamespace(sleep=slept.append))
+    write = paced(lambda descriptor, data: taken.append(len(data)) or len(data), tmp_path / "disk")
+    assert write(1, bytes(100_000)) == 100_000
+    assert slept == []
+    (tmp_path / "disk").write_text("65536")
+    assert write(1, bytes(100_000)) == 4 * PAGE_BYTES
+    assert write(1, bytes(100)) == 100
+    assert slept == [4 * PAGE_BYTES / 65536, 100 / 65536]
+    assert taken == [100_000, 4 * PAGE_BYTES, 100]
 
 
 HEARD = (
