@@ -71,6 +71,38 @@ from farflock.node.assembly import leaving
 leaving.STALL_S = 1.0
 cli.main()""",
 )
+LONG_STEP = """
+import sys, time
+from farflock.node.train.task import LanguageModelTask
+from farflock.node.cli import main as cli
+
+passes = LanguageModelTask._passes
+
+def long(task, step, scale):
+    if step == 4:
+        print("is in the middle", file=sys.stderr, flush=True)
+        time.sleep(3600)
+    return passes(task, step, scale)
+
+LanguageModelTask._passes = long
+cli.main()
+"""
+LONG_EVALUATION = """
+import sys, time
+from farflock.node.train.evaluator import Evaluator
+from farflock.node.cli import main as cli
+
+measured = Evaluator._measured
+
+async def long(evaluator, measure):
+    def measures(is_over):
+        print("is in the middle", file=sys.stderr, flush=True)
+        time.sleep(3600)
+    return await measured(evaluator, measures if evaluator.loop.step else measure)
+
+Evaluator._measured = long
+cli.main()
+"""
 CLI = ("-m", "farflock.node.cli")
 
 
@@ -260,6 +292,52 @@ def test_one_that_stands_still_is_given_up_and_its_thread_does_not_hold_the_end_
     assert "is not saved: the disk has taken nothing" in said["error"]
     assert "there is no earlier checkpoint" in said["error"]
     assert_gone(traces)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", [LONG_STEP, LONG_EVALUATION], ids=["step", "evaluation"])
+def test_in_the_middle_of_work_without_an_end_the_last_whole_step_is_saved(
+    start, manifest, tmp_path, program
+):
+    path = manifest(1)
+    path.write_text(path.read_text() + "[evaluation]\nevery = 1\n")
+    node = start("a", "run", path, "--folder", tmp_path / "a", "--json", how=("-c", program))
+    node.wait_for(lambda: "is in the middle" in node.log.read_text())
+    step = node.reaches(lambda status: status["step"] >= 4)["step"]
+    traces = node.traces()
+    node.signal(signal.SIGTERM)
+    code, said = node.ends()
+    assert (code, said["ended"]) == (0, "left")
+    assert Path(said["checkpoint"]).name == f"step-{step}"
+    assert (Path(said["checkpoint"]) / "manifest.json").exists()
+    assert_gone(traces)
+
+
+@pytest.mark.long
+def test_a_download_that_is_broken_off_leaves_nothing_and_the_next_one_gets_in(
+    start, manifest, tmp_path
+):
+    path = manifest(1)
+    text = path.read_text().replace("period = 5", "period = 600").replace("tiny", "demo")
+    path.write_text(text)  # 4 MB, of which 0.6 MB come at once
+    founder = start("a", "run", path, "--folder", tmp_path / "a", "--json")
+    # after a first round, so that the state is no longer what anyone begins with
+    invite = founder.reaches(lambda status: status["step"] > 601)["invite"]
+    options = "join", invite, "--folder", tmp_path / "b", "--json", "--down"
+    joiner = start("b", *options, "2mbit")
+
+    def begun():
+        waits = [wait["download"] for wait in (joiner.status() or {"waits": []})["waits"]]
+        return any(each["here_bytes"] > 0 for each in waits if each)
+
+    joiner.wait_for(begun)
+    traces = joiner.traces()
+    joiner.signal(signal.SIGTERM)
+    code, said = joiner.ends()
+    assert (code, said["exit_code"]) == (143, 143)
+    assert_gone(traces)
+    again = start("b", *options, "all")
+    again.reaches(lambda status: status["is_member"] and status["step"] > 0)
 
 
 @pytest.mark.parametrize(
