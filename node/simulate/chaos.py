@@ -36,6 +36,7 @@ RECOVERED_ROUNDS = 3  # applied by every peer after the last fault
 LOOK_S = 1.0  # between checks of what peers hold and wait for
 LINK = LinkModel(2.5e6, 2.5e6, 0.02, 0.01)
 STOPPED = 1e9  # slowdown of a stopped peer
+SLOW_LINE = 25.0  # a newcomer's line: half a second one way, so that rounds pass as it comes in
 CALM_AFTER_DEATH_S = 2 * DEADLINE_S  # no other fault: one death alone may fail no round
 _RATE = {  # the network's rate of each fault that hits single frames
     "loss": "loss",
@@ -44,7 +45,7 @@ _RATE = {  # the network's rate of each fault that hits single frames
     "corrupt": "corrupt",
     "delay": "reorder",
 }
-KINDS = ("kill", "restart", "partition", "stop", "slow", *_RATE)
+KINDS = ("kill", "restart", "newcomer", "partition", "stop", "slow", *_RATE)
 CELLS = [(kind, phase) for kind in KINDS for phase in sorted(set(PHASES.values()))]
 
 
@@ -133,6 +134,8 @@ class Chaos:
                 return await self._kill_for_good(victim)
             case "restart":
                 return await self._restart(victim)
+            case "newcomer":
+                return await self._restart(victim, SLOW_LINE)
             case "partition":
                 return await self._partition()
             case "stop":
@@ -153,10 +156,13 @@ class Chaos:
         await asyncio.sleep(CALM_AFTER_DEATH_S)
         return True
 
-    async def _restart(self, victim: int) -> bool:
+    async def _restart(self, victim: int, slower: float = 1.0) -> bool:
         if not await self.kill(victim):
             return False
         await asyncio.sleep(self._random.uniform(0.1, 6.0))
+        if slower > 1.0:
+            self.population.slow.setdefault(victim, 1.0)
+            self.network.slow(self.population.identities[victim].peer, slower)
         self.population.begin(victim)
         return True
 
