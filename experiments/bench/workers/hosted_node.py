@@ -52,7 +52,7 @@ def paced(write: Write, file: Path) -> Write:
 if __name__ == "__main__":
     end_with_parent()
     if (named := os.environ.get(DISK_FILE)) is not None:
-        os.write = paced(os.write, Path(named))
+        os.write = paced(os.write, Path(named))  # type: ignore[assignment]
     if (named := os.environ.get(CLOCK_FILE)) is not None:
         time.time = stepped(time.time, Path(named))
     from farflock.node.cli.main import main  # only now: modules may import the clock by its name
