@@ -407,7 +407,8 @@ class StateSync:
             cut.save()
         known = state_hash(state) if exact and stage is None else UNKNOWN
         oldest = min(position.rounds.values(), default=-1)
-        return cut, Snapshot(max(oldest, -1), known, position.agreed_tokens, ())
+        tokens, firsts = position.agreed_tokens, self.next_rounds
+        return cut, Snapshot(max(oldest, -1), known, tokens, (), firsts=firsts)
 
     def _state(self) -> State:
         """Return what a snapshot holds, as it is stored."""
