@@ -162,8 +162,16 @@ class StateSync:
         return self._client.feedback()
 
     def load_state(self, position: RunPosition, feedback: State) -> None:
-        """Open the streams at the position of a checkpoint, and restore the residuals."""
-        self.open(position.rounds, position.agreed_tokens)
+        """Open the streams where a checkpoint was written, and restore the residuals. A round whose
+        result is in it, and has yet to be applied, is over: nobody decides it again."""
+        rounds, tokens = dict(position.rounds), position.agreed_tokens
+        strides = {entry.key.stream: entry.stride for entry in self._driver.streams}
+        for pending in self._driver.table:
+            if (result := pending.result) is not None:
+                name = pending.exchange.key.stream
+                rounds[name] = max(rounds[name], result.next_round - strides[name])
+                tokens = max(tokens, result.tokens)
+        self.open(rounds, tokens)
         self._client.load_state(feedback)
         self._driver.load_position(position)
 
