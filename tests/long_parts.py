@@ -31,6 +31,7 @@ class LongPart:
 SEEDS = "tests/sim/test_seeds.py::test_two_thousand_seeds_violate_nothing"
 CHURN = "tests/sim/test_pipeline.py::test_two_hundred_seeds_of_a_swarm_of_24_with_churn"
 PIPELINES = "tests/sim/test_seeds.py::test_five_hundred_seeds_of_pipelines_violate_nothing"
+RETURNS = "tests/sim/test_seeds.py::test_five_hundred_seeds_of_returns_violate_nothing"
 SIZE = "tests/net/at_size/test_models.py::test"
 _PARTS = [
     LongPart(
@@ -104,6 +105,7 @@ _PARTS = [
     ),
     LongPart("models that transformers has made, at size, in three stages", (f"{SIZE}_three",)),
     LongPart("the same models whole, with a joiner", (f"{SIZE}_a_joiner",)),
+    LongPart("seeded disasters of returns, all methods, seeds 0 to 499", (RETURNS,)),
 ]
 LONG = {f"long-{number}": part for number, part in enumerate(_PARTS, 1)}
 

@@ -5,7 +5,9 @@ is where the run goes on, and else takes another's.
 """
 
 import logging
+from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 from farflock.node.assembly.resume import Resumable, cursors_of, load_shared
 from farflock.node.errors import RefusedByRun
@@ -20,6 +22,37 @@ from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
 VIEW = "view"  # in a checkpoint: the hash of the view of the last round in it
 
 log = logging.getLogger(__name__)
+
+
+class Returner(Resumable, Protocol):
+    """A node with a whole model; it may have been in its run before."""
+
+    @property
+    def peer(self) -> Peer: ...
+    @property
+    def before(self) -> Checkpoint | None: ...  # of its last life in this run
+    @property
+    def begins_alike(self) -> bool: ...  # its first weights are those with which the run began
+
+
+async def enter(
+    node: Returner,
+    records: Sequence[bytes],
+    timeout_s: float,
+    downloaded: DownloadProgress = lambda here, total: None,
+) -> None:
+    """Bring a node into its run through the members with these records: learn the views within
+    `timeout_s`, take up the state, which takes as long as it comes, and ask to be admitted."""
+    if node.before is not None:
+        await recall(node, node.before)
+    await node.peer.meet(records, timeout_s)
+    await node.peer.membership.admission.find_room()
+    was_member = node.peer.context.views.newest.lists(node.peer.me)
+    if node.before is None and node.begins_alike and was_member:
+        await recall(node, None)
+    await come_back(node.peer, node.state_sync, downloaded)
+    node.peer.ask_in()
+    node.training_task.joined_at = node.loop.step
 
 
 async def recall(node: Resumable, saved: Checkpoint | None) -> None:

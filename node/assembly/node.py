@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from farflock.node.assembly.coming_back import come_back, recall
+from farflock.node.assembly.coming_back import enter
 from farflock.node.assembly.core import Core
 from farflock.node.assembly.part import WholePart
 from farflock.node.assembly.resume import Newcomer, load_state
@@ -97,9 +97,6 @@ class ReplicaNode(WholePart):
         load_state(self, saved)
         go_on(self.watch, saved.meta)
 
-    def _was_member(self) -> bool:
-        return self.peer.context.views.newest.lists(self.peer.me)
-
     async def join(
         self,
         records: Sequence[bytes],
@@ -108,15 +105,7 @@ class ReplicaNode(WholePart):
     ) -> None:
         """Join the run through the members with these records: learn the views within `timeout_s`,
         adopt the state, which takes as long as it comes, and ask to be admitted."""
-        if self.before is not None:
-            await recall(self, self.before)
-        await self.peer.meet(records, timeout_s)
-        await self.peer.membership.admission.find_room()
-        if self.before is None and self.begins_alike and self._was_member():
-            await recall(self, None)
-        await come_back(self.peer, self.state_sync, downloaded)
-        self.peer.ask_in()
-        self.training_task.joined_at = self.loop.step
+        await enter(self, records, timeout_s, downloaded)
 
 
 def task_of(

@@ -61,7 +61,8 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class _Open(msgspec.Struct, frozen=True):
-    """A pending exchange without its tensors; `age_steps` counts local steps since the request."""
+    """A pending exchange without its tensors; `age_steps` counts local steps since the request, and
+    `tokens` are those that it brings."""
 
     stream: str
     round: int
@@ -72,6 +73,7 @@ class _Open(msgspec.Struct, frozen=True):
     deadline_s: float
     age_steps: int
     answer: _Answer | None
+    tokens: int = 0
 
 
 class Cursors(msgspec.Struct, frozen=True):
@@ -231,6 +233,7 @@ def _open(pending: Pending, step: int) -> _Open:
         exchange.deadline_s,
         age,
         answer,
+        pending.tokens,
     )
 
 
@@ -268,7 +271,8 @@ def _pending(node: Resumable, cursors: Cursors, tensors: State) -> list[Pending]
             deadline_s=opened.deadline_s,
         )
         result = _result(number, opened, exchange, cursors, tensors)
-        table.append(Pending(exchange, cursors.step - opened.age_steps, 0.0, result))
+        since_step = cursors.step - opened.age_steps
+        table.append(Pending(exchange, since_step, 0.0, result, opened.tokens))
     return table
 
 

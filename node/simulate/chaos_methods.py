@@ -164,6 +164,7 @@ class CountingTask:
     """A task that trains a counting replica."""
 
     replica: CountingReplica
+    joined_at: int = 0  # the step at which its node joined
 
     @property
     def weight(self) -> float:

@@ -9,7 +9,7 @@ deadline; what a peer holds stays small.
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,24 @@ class InvariantChecker:
         )
         return hashlib.sha256(text.encode()).hexdigest()
 
+    # rounds and lives
+
+    def place(self, life: LifeId, stream: str, number: int) -> RoundId:
+        """Return the name of a round as this life knows it."""
+        return stream, number
+
+    def is_again(self, life: LifeId, key: RoundId) -> bool:
+        """True if a life has offered this round before."""
+        return life in self._sent.get(key, {})
+
+    def counted_of(
+        self, life: LifeId, key: RoundId, peer: str, sent: Collection[LifeId]
+    ) -> LifeId | None:
+        """Return the life in which a participant counts in a round, of those that have `sent` to
+        it; None if there were several, of which the view decides."""
+        lives = [each for each in sent if each[0] == peer]
+        return lives[0] if len(lives) == 1 else None
+
     # events
 
     def exchange_client(
@@ -117,9 +135,10 @@ class InvariantChecker:
         encode, decode, life = inner.encode, inner.decode, (peer.me, birth)
 
         def noted_encode(exchange: Exchange, claim: Claim) -> EncodedExchange:
-            lives = self._sent.setdefault((exchange.key.stream, exchange.key.round), {})
-            if life in lives:
+            key_of_round = (exchange.key.stream, exchange.key.round)
+            if self.is_again(life, key_of_round):
                 self.violate(f"peer {index} offered {exchange.key} twice: the key was used again")
+            lives = self._sent.setdefault(key_of_round, {})
             lives[life] = _Sent(_decoded(exchange), exchange.weight, claim.tokens)
             self._check_feedback(index, life, driver, exchange)
             return encode(exchange, claim)
@@ -128,7 +147,7 @@ class InvariantChecker:
             key: ExchangeKey, outcome: RoundOutcome, payloads: Sequence[bytes] = ()
         ) -> Result:
             result = decode(key, outcome, payloads)
-            self._check_result(index, key.stream, key.round, result)
+            self._check_result(index, life, (key.stream, key.round), result)
             if payloads:
                 self._settle_feedback(life, self._sent[key.stream, key.round][life], result)
             return result
@@ -155,7 +174,8 @@ class InvariantChecker:
             self._applied = {entry for entry in self._applied if entry[0] != life}
         if kind != "round":
             return
-        key = stream, number = fields["stream"], fields["round"]
+        stream, number = fields["stream"], fields["round"]
+        key = self.place(life, stream, number)
         if (life, key) in self._applied:
             self.violate(f"peer {index} applied round {number} of {stream} twice")
         self._applied.add((life, key))
@@ -164,11 +184,12 @@ class InvariantChecker:
         self.statuses[fields["status"]] += 1
         if not self._pairs_only and fields["status"] == "failed" and now_s < self.calm_until_s:
             self.violate(f"round {number} of {stream} failed although only one peer had died")
-        self._compare(index, key, driver, tuple(sorted((rounds or {stream: number}).items())))
+        self.compare(index, life, driver, rounds or {stream: number})
 
-    def _compare(self, index: int, key: RoundId, driver: Driver, rounds: RoundIds) -> None:
-        """Require equal states after equal rounds: bit for bit for exact methods, nearly for
-        close ones."""
+    def compare(self, index: int, life: LifeId, driver: Driver, last: Mapping[str, int]) -> None:
+        """Require equal states after equal rounds, of which `last` are each stream's last ones: bit
+        for bit for exact methods, nearly for close ones."""
+        rounds = tuple(sorted(self.place(life, stream, last[stream]) for stream in last))
         if self._equality == "per-peer":
             self._hashes.setdefault(rounds, {})
             return
@@ -180,7 +201,7 @@ class InvariantChecker:
             near = _near(state, self._states.setdefault(rounds, state))
         if not near:
             peers = sorted(hashes.values())
-            self.violate(f"states differ after round {key[1]} of {key[0]}: {peers}")
+            self.violate(f"states differ after {named(*rounds)}: {peers}")
 
     def look(self, peer: Peer) -> None:
         """Check that what a peer holds is bounded and that its waits have deadlines and names."""
@@ -212,33 +233,28 @@ class InvariantChecker:
 
     # checks
 
-    def _check_result(self, index: int, stream: str, number: int, result: Result) -> None:
+    def _check_result(self, index: int, life: LifeId, key: RoundId, result: Result) -> None:
         if result.status == "failed" or result.mean is None:
             return
-        key = (stream, number)
-        sent = self._sent.get(key, {})
-        by_peer: dict[str, list[_Sent]] = {}
-        for (peer, _), entry in sent.items():
-            by_peer.setdefault(peer, []).append(entry)
-        missing = [peer for peer in result.participants if peer not in by_peer]
+        sent, place = self._sent.get(key, {}), self.place(life, *key)
+        missing = set(result.participants) - {peer for peer, _ in sent}
         if missing:
-            self.violate(f"round {number} of {stream} counts {missing}, which sent nothing to it")
+            self.violate(f"{named(place)} counts {sorted(missing)}, which sent nothing to it")
             return
-        self._check_pair(key, result.participants)
-        if any(len(by_peer[peer]) != 1 for peer in result.participants):
-            return  # two lives of one peer made offers, and the view decides which counts
-        entries = [by_peer[peer][0] for peer in result.participants]
-        known = self._means.setdefault((key, result.participants), result.mean)
+        self._check_pair(place, result.participants)
+        lives = [self.counted_of(life, key, peer, sent) for peer in result.participants]
+        counted = {each: sent[each] for each in lives if each is not None}
+        if len(counted) < len(lives):
+            return
+        known = self._means.setdefault((place, result.participants), result.mean)
         if known is result.mean:
-            self._check_mean(index, stream, number, result, entries)
+            self._check_mean(index, place, result, list(counted.values()))
         elif any(not torch.equal(known[name], mean) for name, mean in result.mean.items()):
-            self.violate(
-                f"peer {index} has another mean in round {number} of {stream} than other "
-                "participants"
-            )
-        self._check_gathered(index, key, result, sent)
+            self.violate(f"peer {index} has another mean in {named(place)} than other participants")
+        self._check_gathered(index, place, result, sent)
         if not self._pairs_only:
-            self._check_tokens(key, result, sent)
+            before = self.place(life, key[0], key[1] - (result.next_round - key[1]))
+            self._check_tokens(place, before, result, counted)
 
     def _check_pair(self, key: RoundId, participants: tuple[str, ...]) -> None:
         """In pairs, a contribution counts with one partner only."""
@@ -246,13 +262,10 @@ class InvariantChecker:
             known = self._pairs.setdefault((key, peer), participants)
             if known != participants:
                 self.violate(
-                    f"round {key[1]} of {key[0]}: {peer} counts in the pair {known} and in "
-                    f"{participants}"
+                    f"{named(key)}: {peer} counts in the pair {known} and in {participants}"
                 )
 
-    def _check_mean(
-        self, index: int, stream: str, number: int, result: Result, entries: list[_Sent]
-    ) -> None:
+    def _check_mean(self, index: int, key: RoundId, result: Result, entries: list[_Sent]) -> None:
         """Require the participants' weighted mean, within the return codec's rounding."""
         assert result.mean is not None
         total = sum(entry.weight for entry in entries)
@@ -263,8 +276,7 @@ class InvariantChecker:
             error = float((mean.double() - expected).abs().max())
             if error > TOLERANCE + largest / 100:
                 self.violate(
-                    f"peer {index}: the mean of {name} in round {number} of {stream} "
-                    f"is off by {error:.4f}"
+                    f"peer {index}: the mean of {name} in {named(key)} is off by {error:.4f}"
                 )
 
     def _check_gathered(
@@ -278,35 +290,32 @@ class InvariantChecker:
             )
             if not any(matches):
                 self.violate(
-                    f"peer {index} has gathered tensors of {who} that it never sent in round "
-                    f"{key[1]} of {key[0]}"
+                    f"peer {index} has gathered tensors of {who} that it never sent in {named(key)}"
                 )
 
-    def _check_tokens(self, key: RoundId, result: Result, sent: Mapping[LifeId, _Sent]) -> None:
-        """Tokens after a round are those before it plus its participants'; all peers agree on them,
-        and no life's tokens count more often than it has trained them."""
-        now, (stream, number) = (result.participants, result.tokens), key
+    def _check_tokens(
+        self, key: RoundId, before: RoundId, result: Result, counted: Mapping[LifeId, _Sent]
+    ) -> None:
+        """Tokens after a round are those after the one before plus its participants'; all peers
+        agree on them, and no life's tokens count more often than it has trained them."""
+        now = (result.participants, result.tokens)
         known = self._closes.get(key)
         if known is not None:
             if known != now:
-                self.violate(
-                    f"round {number} of {stream} ended as {known} for one and as {now} for another"
-                )
+                self.violate(f"{named(key)} ended as {known} for one and as {now} for another")
             return
         self._closes[key] = now
-        taken = result.participants
-        mine = {life: entry.tokens for life, entry in sent.items() if life[0] in taken}
-        before = self._closes.get((stream, number - (result.next_round - number)))
-        if before is not None and before[1] + sum(mine.values()) != result.tokens:
+        mine = {life: entry.tokens for life, entry in counted.items()}
+        last = self._closes.get(before)
+        if last is not None and last[1] + sum(mine.values()) != result.tokens:
             self.violate(
-                f"round {number} of {stream} has {result.tokens} tokens after {before[1]} "
-                f"and {list(mine.values())}"
+                f"{named(key)} has {result.tokens} tokens after {last[1]} and {list(mine.values())}"
             )
         self._counted.update(mine)
         for life in mine:
-            counted, trained = self._counted[life], self._trained[life]
-            if counted > trained:
-                self.violate(f"{counted} tokens of {life} count, but it has trained {trained}")
+            tokens, trained = self._counted[life], self._trained[life]
+            if tokens > trained:
+                self.violate(f"{tokens} tokens of {life} count, but it has trained {trained}")
 
     def _check_feedback(
         self, index: int, life: tuple[str, int], driver: Driver, exchange: Exchange
@@ -348,6 +357,11 @@ class InvariantChecker:
                 self.violate(f"{peer.me[-6:]} has waited for {key} for {age_s:.1f} s")
             if age_s > OVERDUE_S and (key.stream, key.round) not in named:
                 self.violate(f"{peer.me[-6:]} has waited for {key} for {age_s:.1f} s, unnamed")
+
+
+def named(*rounds: RoundId) -> str:
+    """Return a phrase for these rounds."""
+    return " and ".join(f"round {number} of {stream}" for stream, number in rounds)
 
 
 def _near(one: State, other: State) -> bool:

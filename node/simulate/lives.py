@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from farflock.node.assembly.peer_world import Files, PeerWorld, peer_over
 from farflock.node.run.terms import RunPlan
+from farflock.node.state.paths import RunFolder
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import STORE_BYTES, Peer, RunTerms
 from farflock.swarm.record import Record, seal, unseal
@@ -51,15 +52,26 @@ class SimPeers:
     def born(self, number: int, record: Callable[[int], bytes] | None = None) -> Peer:
         """Return the peer of a new life. `record(birth)` seals its record as it is then; None: it
         is always the same one, of a replica."""
-        self.births += 1
-        me, sealed = self.identities[number], record or partial(self.record, number)
-        line = self.network.links(me.peer)
-        self.lines.append(line)
-        line.record = partial(sealed, self.births)
-        directory = self.table.directory(me.peer) if self.table is not None else None
-        world = PeerWorld(line, directory, files=Files(store_bytes=self.store_bytes))
+        me, line = self.identities[number], self.network.links(self.identities[number].peer)
+        world = self.world(number, line, record or partial(self.record, number))
         self.here[number] = peer_over(world, me, self.terms)
         return self.here[number]
+
+    def world(
+        self,
+        number: int,
+        line: SimLinks,
+        record: Callable[[int], bytes],
+        folder: RunFolder | None = None,
+    ) -> PeerWorld:
+        """Return the surroundings of a new life with these links, and with this folder if it has
+        one; `record(birth)` seals its record as it is then."""
+        self.births += 1
+        self.lines.append(line)
+        line.record = partial(record, self.births)
+        me = self.identities[number].peer
+        directory = self.table.directory(me) if self.table is not None else None
+        return PeerWorld(line, directory, files=Files(folder, self.store_bytes))
 
     def record(self, number: int, birth: int, sequence: int = 0, role: str = "replica") -> bytes:
         """Return a peer's sealed record; without a `sequence`, the only one of this life."""

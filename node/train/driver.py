@@ -56,12 +56,14 @@ class Wait:
 
 @dataclass(slots=True)
 class Pending:
-    """An exchange, the step and run time at which it was requested, and its result once known."""
+    """An exchange, the step and run time at which it was requested, its result once known, and the
+    node's own tokens that it brings."""
 
     exchange: Exchange
     since_step: int
     since_s: float
     result: Result | None = None
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,6 @@ class Driver:
         self.streams = method.streams(replica)  # one template exchange per stream
         self.contributions: ContributionLog | None = None  # stage servers only
         self._pending: dict[ExchangeKey, Pending] = {}
-        self._offered: dict[ExchangeKey, int] = {}  # tokens by open exchange
         self._own_tokens = self._agreed_tokens = 0
         self._step_tokens = 1  # of the last local step
         self.members = 1
@@ -210,7 +211,9 @@ class Driver:
         if self.contributions is not None and is_first:
             notes = self.contributions.brought(key.round)
         # only one stream counts tokens, or each step would count once per stream
-        own = self._offered[key] = self._own_tokens if is_first else 0
+        own = self._own_tokens if is_first else 0
+        if (pending := self._pending.get(key)) is not None:
+            pending.tokens = own
         estimates = isinstance(exchange.group, RandomGroups) and self.contributions is None
         tokens = self.tokens if estimates else own
         return Claim(tokens, notes=notes)
@@ -272,9 +275,9 @@ class Driver:
         with self.cuts.changing():
             if notes is not None:
                 notes.closing(exchange.key.round, result.notes)
-            self._pending.pop(exchange.key, None)
+            pending = self._pending.pop(exchange.key, None)
             second_phase = self._note(self.method.apply(self.replica, exchange, result), progress)
-            self._count(exchange.key, result)
+            self._count(exchange.key, result, 0 if pending is None else pending.tokens)
             if notes is not None:
                 notes.closed(exchange.key.round, result.notes)
             self.applied()
@@ -297,14 +300,12 @@ class Driver:
     def forget(self) -> None:
         """Drop every pending exchange: a snapshot has replaced the state that they belong to."""
         self._pending.clear()
-        self._offered.clear()
 
     def _is_first(self, key: ExchangeKey) -> bool:
         return key.stream == self.streams[0].key.stream
 
-    def _count(self, key: ExchangeKey, result: Result) -> None:
+    def _count(self, key: ExchangeKey, result: Result, offered: int) -> None:
         (template,) = [entry for entry in self.streams if entry.key.stream == key.stream]
-        offered = self._offered.pop(key, 0)
         last = result.next_round - template.stride
         self._rounds[key.stream] = max(self._rounds[key.stream], last)
         if result.status == "failed" and not result.tokens:

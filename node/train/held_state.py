@@ -37,6 +37,7 @@ class OwnHeldState:
     def open(self) -> None:
         """Tell the others from now on what is here, as the streams have begun with it."""
         own = self._context.own
+        self._held_at = {}  # another chain's state may be after equal rounds
         own.held[self.axis] = self._now
         if self._stage is None:  # a node that serves stages is open once all of them are
             own.tokens, own.is_open = lambda: self._driver.tokens, True

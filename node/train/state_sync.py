@@ -162,8 +162,16 @@ class StateSync:
         return self._client.feedback()
 
     def load_state(self, position: RunPosition, feedback: State) -> None:
-        """Open the streams at the position of a checkpoint, and restore the residuals."""
-        self.open(position.rounds, position.agreed_tokens)
+        """Open the streams where a checkpoint was written, and restore the residuals. A round whose
+        result is in it, and has yet to be applied, is over: nobody decides it again."""
+        rounds, tokens = dict(position.rounds), position.agreed_tokens
+        strides = {entry.key.stream: entry.stride for entry in self._driver.streams}
+        for pending in self._driver.table:
+            if (result := pending.result) is not None:
+                name = pending.exchange.key.stream
+                rounds[name] = max(rounds[name], result.next_round - strides[name])
+                tokens = max(tokens, result.tokens)
+        self.open(rounds, tokens)
         self._client.load_state(feedback)
         self._driver.load_position(position)
 
@@ -407,7 +415,8 @@ class StateSync:
             cut.save()
         known = state_hash(state) if exact and stage is None else UNKNOWN
         oldest = min(position.rounds.values(), default=-1)
-        return cut, Snapshot(max(oldest, -1), known, position.agreed_tokens, ())
+        tokens, firsts = position.agreed_tokens, self.next_rounds
+        return cut, Snapshot(max(oldest, -1), known, tokens, (), firsts=firsts)
 
     def _state(self) -> State:
         """Return what a snapshot holds, as it is stored."""

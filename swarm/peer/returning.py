@@ -39,6 +39,8 @@ class Chains(Protocol):
 
     @property
     def is_sure(self) -> bool: ...
+    @property
+    def adrift(self) -> frozenset[str]: ...
 
     def ask(self, peer: PeerId) -> None: ...
 
@@ -146,7 +148,12 @@ class Returning:
         return self._context.is_member and is_quorum(present, len(view.members))
 
     def _answer(self, view: View) -> Roll:
-        return Roll(view.hash, self._stage(), self._context.own.states())
+        return Roll(view.hash, self._stage(), self._held())
+
+    def _held(self) -> tuple[HeldState, ...]:
+        """Return the states of this chain that this peer holds: none while what it holds is of a
+        chain that it has given up, or is older than what a return begins with."""
+        return () if self._chains.adrift else self._context.own.states()
 
     def _stage(self) -> int:
         """Return the stage in this peer's record."""
@@ -224,7 +231,7 @@ class Returning:
             return False
         if len(view.begins) != 1 + max(self.axes):
             return False
-        held = {each.axis: each for each in self._context.own.states()}
+        held = {each.axis: each for each in self._held()}
         return self._context.own.is_open and all(
             place in held and self._begins_here(view, held[place]) for place in self._mine()
         )

@@ -143,11 +143,14 @@ class KeptRounds:
     def _states(self) -> list[StreamState]:
         return [state for state in self._streams.values() if state.changes(self._stage)]
 
-    def lead_on(self, number: int) -> bool:
-        """Return whether all rounds after this one are kept."""
+    def lead_on(self, number: int, firsts: Mapping[str, int]) -> bool:
+        """Return whether all rounds after this one are kept; of some streams, from these on."""
         return all(
             next(iter(state.log), state.next)
-            <= state.stream.cadence.upto(number) + state.stream.cadence.stride
+            <= firsts.get(
+                state.stream.name,
+                state.stream.cadence.upto(number) + state.stream.cadence.stride,
+            )
             for state in self._states
         )
 

@@ -9,8 +9,8 @@ import asyncio
 import collections
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -49,13 +49,15 @@ RENEW_S = READS_S / 3  # between two signs of life of a reader that asks for not
 class Snapshot:
     """A stream's state after `round`: opaque chunks, its hash, and the run's agreed tokens then.
 
-    Chunks may be views of a mapped file. `digests` are theirs, if they are known already."""
+    Chunks may be views of a mapped file. `digests` are theirs, if they are known already. `firsts`
+    are the first rounds that are not in it, by stream, where some are further than `round` says."""
 
     round: int
     state: bytes
     tokens: int
     chunks: tuple[bytes | memoryview, ...]
     digests: tuple[bytes, ...] = ()
+    firsts: Mapping[str, int] = field(default_factory=dict)
 
 
 Provide = Callable[[], Awaitable[Snapshot]]
@@ -410,7 +412,7 @@ class Snapshots:
             number, now_s = served.versions.made, self._context.now()
             offer = self._put(name, snapshot, ("snapshot", name, number))
             size = sum(map(len, snapshot.chunks))
-            version = StateVersion(number, offer, size, now_s, touched, mark)
+            version = StateVersion(number, offer, size, now_s, touched, mark, snapshot.firsts)
             served.versions.add(version, askers)
             self._states.release(name, served.versions.superseded(now_s))
             for waiting in sorted(askers):

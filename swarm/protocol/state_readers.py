@@ -6,7 +6,7 @@ those that the slowest reader has not applied are kept, too, until they have as 
 state itself: from there a newer version is cheaper for it.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,8 +29,8 @@ class LaterRounds(Protocol):
         """The streams."""
         ...
 
-    def lead_on(self, number: int, /) -> bool:
-        """Return whether all rounds after this one are kept."""
+    def lead_on(self, number: int, firsts: Mapping[str, int], /) -> bool:
+        """Return whether all rounds after this one are kept; of some streams, from these on."""
         ...
 
     def size_bytes(self, number: int, /) -> int:
@@ -51,7 +51,8 @@ class StateReader:
 @dataclass(slots=True, eq=False)
 class StateVersion:
     """A snapshot as it is served: `number` counts those of its state, `mark` says what it was made
-    of, and `touched` how far rounds were then."""
+    of, `touched` how far rounds were then, and `firsts` the first rounds of streams that are not in
+    it, where some are further than its round."""
 
     number: int
     offer: StateOffer
@@ -59,6 +60,7 @@ class StateVersion:
     made_s: float
     touched: int
     mark: int = 0
+    firsts: Mapping[str, int] = field(default_factory=dict)
     stale: bool = False  # served to those that read it, and offered to nobody else
     readers: dict[PeerId, StateReader] = field(default_factory=dict)
 
@@ -108,7 +110,7 @@ class StateVersions:
         if self.rounds is None:
             return True
         number, most = version.offer.round, version.size_bytes // LATER_SHARE
-        return self.rounds.lead_on(number) and self.rounds.size_bytes(number) <= most
+        return self._leads_on(version) and self.rounds.size_bytes(number) <= most
 
     def add(self, version: StateVersion, readers: Collection[PeerId]) -> None:
         """Keep a new version for these readers."""
@@ -127,7 +129,8 @@ class StateVersions:
         return gone
 
     def _leads_on(self, version: StateVersion) -> bool:
-        return self.rounds is None or self.rounds.lead_on(version.offer.round)
+        number, firsts = version.offer.round, version.firsts
+        return self.rounds is None or self.rounds.lead_on(number, firsts)
 
     def renew(
         self, asker: PeerId, now_s: float, reads: Callable[[StateVersion], bool | None]

@@ -52,6 +52,7 @@ class SimNetwork:
         self._seed, self._link = seed, link or LinkModel()
         self._models: dict[PeerId, LinkModel] = {}
         self._lines: dict[PeerId, SimLinks] = {}
+        self._twins: dict[PeerId, SimLinks] = {}  # second ones of a key
         self._randoms: dict[tuple[PeerId, PeerId], random.Random] = {}
         # Since when, and whether the connection closed (else it is silent).
         self._unreachable_s: dict[PeerId, dict[PeerId, tuple[float, bool]]] = {}
@@ -73,11 +74,24 @@ class SimNetwork:
         """Return a live endpoint; for a killed peer, its next life with empty queues."""
         self._killed.pop(peer, None)
         self._stopped.pop(peer, None)
+        self._twins.pop(peer, None)
         for line in self._lines.values():
             line.forget(peer)
         self._lines[peer] = SimLinks(self, peer)
         self._touch([peer])
         return self._lines[peer]
+
+    def beside(self, peer: PeerId) -> "SimLinks":
+        """Return a second endpoint of a living peer, as of a copied folder: both send, and what
+        others send arrives at both. Real links let others hear one of the two at a time only."""
+        self._twins[peer] = SimLinks(self, peer)
+        return self._twins[peer]
+
+    def end_beside(self, line: "SimLinks") -> None:
+        """End one of the two endpoints of a key."""
+        other = self._twins.pop(line.me)
+        if other is not line:
+            self._lines[line.me] = other
 
     def set_link(self, peer: PeerId, model: LinkModel) -> None:
         """Replace one peer's line."""
@@ -179,6 +193,14 @@ class SimNetwork:
     def line(self, peer: PeerId) -> "SimLinks":
         """Return a peer's current endpoint."""
         return self._lines[peer]
+
+    def twin(self, peer: PeerId) -> "SimLinks | None":
+        """Return the second endpoint of a key, if there is one."""
+        return self._twins.get(peer)
+
+    def is_current(self, line: "SimLinks") -> bool:
+        """Return whether an endpoint is one of its key's life."""
+        return self._lines[line.me] is line or self._twins.get(line.me) is line
 
     def _touch(self, changed: Collection[PeerId]) -> None:
         """Record since when each pair with a changed peer is cut off; heartbeats need both
@@ -287,12 +309,20 @@ class SimLinks:
         self.sent_bytes += len(frame)
         self.sent_frames += 1
         network.bytes["sent"] += len(frame)
-        there, loop = network.line(peer), asyncio.get_running_loop()
-        for copy, late_s in self._fates(peer, frame):
+        self._send_to(network.line(peer), frame, leaves_s, line_bytes)
+        if (twin := network.twin(peer)) is not None:
+            network.bytes["copied"] += len(frame)
+            self._send_to(twin, frame, leaves_s, line_bytes)
+        return True
+
+    def _send_to(
+        self, there: "SimLinks", frame: bytes, leaves_s: float, line_bytes: int | None
+    ) -> None:
+        network, loop = self._network, asyncio.get_running_loop()
+        for copy, late_s in self._fates(there.me, frame):
             network.flying_bytes += len(copy)
             taken = len(copy) if line_bytes is None else line_bytes
             loop.call_at(leaves_s + late_s, self._arrive, there, copy, taken)
-        return True
 
     def _fates(self, peer: PeerId, frame: bytes) -> list[tuple[bytes, float]]:
         """Return the copies of a frame that arrive, each with its delay after leaving."""
@@ -328,7 +358,7 @@ class SimLinks:
     def _arrive(self, there: "SimLinks", frame: bytes, line_bytes: int) -> None:
         """Pass a frame on to the receiver's downlink, if both ends are still in the same life."""
         network, now_s = self._network, _now()
-        alive = network.line(self._me) is self and network.line(there.me) is there
+        alive = network.is_current(self) and network.is_current(there)
         if not alive or not network.reachable(self._me, there.me):
             self.dropped["cut on the way"] += 1
             network.flying_bytes -= len(frame)

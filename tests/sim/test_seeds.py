@@ -16,6 +16,7 @@ from worlds.waiting import completed
 from farflock.node.simulate.chaos import Chaos, empty_cells, run_seed, run_seeds
 from farflock.node.simulate.chaos_methods import case_of
 from farflock.node.simulate.pipeline_chaos import run_pipeline_seed
+from farflock.node.simulate.returns_chaos import COMING_BACK, run_returns_seed
 from farflock.swarm.sim.virtual_time import run_virtual
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
@@ -55,6 +56,19 @@ def test_two_thousand_seeds_violate_nothing(seeds):
 @blocks(0, 500, size=25)
 def test_five_hundred_seeds_of_pipelines_violate_nothing(seeds):
     require_clean(map(run_pipeline_seed, seeds), "--chaos --pipeline")
+
+
+@pytest.mark.net
+@pytest.mark.ci_more
+def test_ten_seeds_of_returns_violate_nothing_and_each_disaster_strikes():
+    fired = require_clean(run_seeds(0, 10, WORKERS, None, run_returns_seed), "--chaos --returns")
+    assert {kind for kind, _ in fired} == set(COMING_BACK)
+
+
+@pytest.mark.long
+@blocks(0, 500, size=25)
+def test_five_hundred_seeds_of_returns_violate_nothing(seeds):
+    require_clean(map(run_returns_seed, seeds), "--chaos --returns")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class Rounds:
     def __init__(self, round_bytes=0):
         self.oldest, self.newest, self.round_bytes = 0, -1, round_bytes
 
-    def lead_on(self, number):
+    def lead_on(self, number, firsts):
         return number >= self.oldest - 1
 
     def size_bytes(self, number):

@@ -113,6 +113,11 @@ EVALUATED = 128  # held-out sequences
     "--pipeline", is_flag=True, help="With --chaos: pipelines instead of swarms of whole replicas."
 )
 @click.option(
+    "--returns",
+    is_flag=True,
+    help="With --chaos: all members end and come back with their folders.",
+)
+@click.option(
     "--seeds",
     type=click.IntRange(1),
     default=20,
@@ -152,6 +157,7 @@ def command(
     leg_tokens: int | None,
     chaos: bool,
     pipeline: bool,
+    returns: bool,
     seeds: int,
     first_seed: int,
     data: tuple[Path, ...],
@@ -174,14 +180,14 @@ def command(
     """
     out = Output(as_json)
     _require_folder(folder, leg_tokens)
-    _require_one_kind((chaos, pipeline), bool(manifest or assignments), name, device)
+    kind = _kind(chaos, pipeline, returns)
+    _require_one_kind(chaos, bool(manifest or assignments), name, device)
     if chaos:
-        sim_chaos.run(out, pipeline, range(first_seed, first_seed + seeds), workers, name, dry_run)
+        sim_chaos.run(out, kind, range(first_seed, first_seed + seeds), workers, name, dry_run)
         return
     from farflock.node.model.device import choose
     from farflock.node.run.fit import require_members
     from farflock.node.run.manifest import load, simulated_default
-    from farflock.node.state.paths import make_folder
     from farflock.optimizers.catalog import method
 
     if manifest:
@@ -202,8 +208,6 @@ def command(
     require_members(method(plan.method, **plan.options), peers, "--peers")
     world = _world(described, peers, link, step_s, churn, (stale, lost), leg_tokens)
     if not _dry(out, described, world, dry_run):
-        if folder is not None:
-            make_folder(folder)
         weights = _weights(described, manifest, assignments)
         _simulate(out, described, world, folder, place, weights, data)
 
@@ -215,16 +219,24 @@ def _require_folder(folder: Path | None, leg_tokens: int | None) -> None:
         )
 
 
-def _require_one_kind(
-    disasters: tuple[bool, bool], described: bool, method: str | None, device: str
-) -> None:
-    """Refuse options for `disasters`, --chaos and --pipeline, together with options for a single
-    run."""
-    chaos, pipeline = disasters
+def _kind(chaos: bool, pipeline: bool, returns: bool) -> str:
+    """Return the option that names a kind of disasters; refuse one without --chaos, and two."""
+    named = [
+        option for option, is_set in (("--pipeline", pipeline), ("--returns", returns)) if is_set
+    ]
     if pipeline and not chaos:
         raise click.UsageError(
             "--pipeline is for --chaos; a run is a pipeline if its manifest has a [pipeline] table"
         )
+    if named and not chaos:
+        raise click.UsageError("--returns is for --chaos")
+    if len(named) > 1:
+        raise click.UsageError("--pipeline and --returns are two kinds of disasters; choose one")
+    return named[0] if named else ""
+
+
+def _require_one_kind(chaos: bool, described: bool, method: str | None, device: str) -> None:
+    """Refuse options for disasters together with options for a single run."""
     if chaos and described:
         raise click.UsageError("--chaos makes its own manifests; leave out the manifest and --set")
     if chaos and device != "cpu":
@@ -314,7 +326,10 @@ def _simulate(
     from farflock.node.assembly.text import text_of
     from farflock.node.model.data import evaluation
     from farflock.node.simulate.simulation import held_out, simulate
+    from farflock.node.state.paths import make_folder
 
+    if folder is not None:
+        make_folder(folder)
     torch.set_num_threads(1)
     plan, text = described.plan(), text_of(described.data, data)
     with out.progress("simulating") as progress:

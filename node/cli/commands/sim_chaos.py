@@ -3,26 +3,32 @@
 import collections
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from farflock.node.cli.output import Output, one_line
 
 if TYPE_CHECKING:
     from farflock.node.simulate.chaos import SeedReport
+    from farflock.node.simulate.chaos_methods import ChaosCase
 
 
 def run(
     out: Output,
-    pipeline: bool,
+    option: str,
     seeds: range,
     workers: int | None,
     name: str | None,
     dry_run: bool,
 ) -> None:
-    """Run seeded disasters, of pipelines or of whole replicas; exit with 1 on a violation."""
-    disasters = _pipelines if pipeline else _swarms
-    disasters(out, seeds, workers, name, dry_run)
+    """Run seeded disasters of the kind that an option names (empty: of whole replicas); exit with 1
+    on a violation."""
+    if not option:
+        _swarms(out, seeds, workers, name, dry_run)
+    else:
+        kind = _pipelines(name) if option == "--pipeline" else _returns(name)
+        _by_method(out, f"--chaos {option}", kind, seeds, workers, name, dry_run)
 
 
 def _swarms(
@@ -51,30 +57,56 @@ def _swarms(
         raise SystemExit(1)
 
 
-def _pipelines(
-    out: Output, seeds: range, workers: int | None, name: str | None, dry_run: bool
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Disasters whose seeds are counted by method: their names, the methods' cases, the case that a
+    seed draws, and what runs a seed."""
+
+    disasters: Sequence[str]
+    arms: Sequence["ChaosCase"]
+    case: Callable[[int], "ChaosCase"]
+    run_seed: Callable[[int, str | None], "SeedReport"]
+
+
+def _pipelines(name: str | None) -> _Kind:
+    from farflock.node.simulate import pipeline_chaos as chaos
+
+    arms = chaos.pipeline_arms(name)
+    case = lambda seed: chaos.pipeline_case(seed, name).arm  # noqa: E731
+    return _Kind(chaos.DISASTERS, arms, case, chaos.run_pipeline_seed)
+
+
+def _returns(name: str | None) -> _Kind:
+    from farflock.node.simulate import returns_chaos as chaos
+    from farflock.node.simulate.chaos_methods import case_of, cases_of
+
+    case = lambda seed: case_of(seed, name)  # noqa: E731
+    return _Kind(chaos.COMING_BACK, cases_of(name), case, chaos.run_returns_seed)
+
+
+def _by_method(
+    out: Output,
+    options: str,
+    kind: _Kind,
+    seeds: range,
+    workers: int | None,
+    name: str | None,
+    dry_run: bool,
 ) -> None:
     from farflock.node.simulate.chaos import run_seeds
-    from farflock.node.simulate.pipeline_chaos import (
-        DISASTERS,
-        pipeline_arms,
-        pipeline_case,
-        run_pipeline_seed,
-    )
 
-    arms = [[arm.method, arm.options] for arm in pipeline_arms(name)]
-    if _is_dry(out, seeds, {"kinds": DISASTERS, "arms": arms}, dry_run):
+    arms = [[arm.method, arm.options] for arm in kind.arms]
+    if _is_dry(out, seeds, {"kinds": kind.disasters, "arms": arms}, dry_run):
         return
     at_once = _at_once(seeds, workers)
-    running = run_seeds(seeds.start, len(seeds), at_once, name, run_pipeline_seed)
+    running = run_seeds(seeds.start, len(seeds), at_once, name, kind.run_seed)
     reports = _collected(out, seeds, running)
-    fired = _fired(reports)
-    drawn = collections.Counter(pipeline_case(seed, name).arm.method for seed in seeds)
-    struck = {method: {kind: fired[kind, method] for kind in DISASTERS} for method in sorted(drawn)}
-    rows = [(method, drawn[method], *kinds.values()) for method, kinds in struck.items()]
-    out.table(("", "seeds", *DISASTERS), rows)
+    fired, drawn = _fired(reports), collections.Counter(kind.case(seed).method for seed in seeds)
+    struck = {m: {each: fired[each, m] for each in kind.disasters} for m in sorted(drawn)}
+    rows = [(method, drawn[method], *counts.values()) for method, counts in struck.items()]
+    out.table(("", "seeds", *kind.disasters), rows)
     facts = {"methods": dict(sorted(drawn.items())), "faults": struck}
-    if _tell(out, reports, facts, [], _again("--chaos --pipeline", name)):
+    if _tell(out, reports, facts, [], _again(options, name)):
         raise SystemExit(1)
 
 

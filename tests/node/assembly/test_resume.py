@@ -19,8 +19,10 @@ METHODS = {
     "diloco": {"period": 7, "feedback": 0.9, "codec": "int4"},
     "noloco": {"period": 7},
     "lean": {"period": 7, "codec": "ecsq:30", "return_codec": "ecsq:30"},
+    "co2": {"period": 7},  # a result waits for the end of the next period
+    "streaming": {"period": 8, "fragments": 2, "overlap": 3},
 }
-EVERY_DAY = {("diloco", 1700), ("lean", 1700)}
+EVERY_DAY = {("diloco", 1700), ("lean", 1700), ("co2", 640), ("streaming", 640)}
 
 
 def write(node, folder):

@@ -521,3 +521,24 @@ def test_only_pairs_with_a_changed_peer_change_their_lives(seed):
             assert [network.life(*pair) for pair in pairs] == [twin.life(*pair) for pair in pairs]
 
     run_virtual(main())
+
+
+@on_a_net()
+async def test_two_endpoints_of_one_key_are_both_heard_and_hear_all_until_one_ends(net):
+    first, second = net.a, net.network.beside("a")
+    reading = asyncio.create_task(net.read(second))
+    assert first.send("b", b"first")
+    assert second.send("b", b"second")
+    net.b.send("a", b"to both")
+    await asyncio.sleep(1)
+    assert sorted(net.frames("b")) == [b"first", b"second"]
+    assert net.frames("a") == [b"to both"] * 2
+    net.network.end_beside(first)
+    first.send("b", b"too late")
+    second.send("b", b"alone")
+    net.b.send("a", b"to one")
+    await asyncio.sleep(1)
+    assert net.frames("b")[2:] == [b"alone"]
+    assert net.frames("a")[2:] == [b"to one"]
+    assert net.network.missing_bytes() == 0
+    reading.cancel()

@@ -6,7 +6,7 @@ import json
 import pytest
 from worlds.card import CARD
 
-from farflock.node.simulate import chaos, pipeline_chaos, simulation
+from farflock.node.simulate import chaos, pipeline_chaos, returns_chaos, simulation
 from farflock.node.simulate.chaos import CELLS, ENOUGH_SEEDS, SeedReport
 from farflock.node.simulate.pipeline_chaos import DISASTERS
 
@@ -277,3 +277,50 @@ def test_wrong_values_are_usage_errors(farflock, option, named):
     code, _, err = farflock("sim", *option)
     assert code == 2
     assert named in err
+
+
+# Disasters of returns.
+
+
+def test_a_seed_of_returns_reports_what_was_promised(farflock):
+    code, found, _ = disasters(farflock, "--returns", "--seeds", "1", "--first-seed", "3")
+    assert code == 0
+    assert (found["seeds"], found["violations"], found["failures"]) == (1, 0, [])
+    assert found["methods"] == {"noloco": 1}
+    assert sum(found["faults"]["noloco"].values()) == 1
+    assert found["slowest_recovery_s"] < returns_chaos.ONE_CHAIN_S
+
+
+def test_disasters_of_returns_are_counted_by_method_and_fail_with_the_command_that_repeats_them(
+    farflock, reports
+):
+    fired = collections.Counter({("cut", "lean"): 1, ("copy", "lean"): 1})
+    reports[8] = SeedReport(8, ["two are one"], fired, 5, "hash", 30.0)
+    command = ("--returns", "--seeds", "2", "--first-seed", "8", "--method", "lean")
+    code, found, _ = disasters(farflock, *command)
+    again = "farflock sim --chaos --returns --seeds 1 --first-seed 8 --method lean"
+    assert code == 1
+    assert found["failures"] == [{"seed": 8, "command": again, "violation": "two are one"}]
+    none = dict.fromkeys(returns_chaos.COMING_BACK, 0)
+    assert found["faults"] == {"lean": none | {"cut": 1, "copy": 1}}
+    assert found["methods"] == {"lean": 2}
+    assert reports["runs"] == [returns_chaos.run_returns_seed]
+
+
+def test_a_dry_run_of_returns_names_their_disasters(farflock, reports):
+    shown, other = (
+        disasters(farflock, "--dry-run", option)[1] for option in ("--returns", "--pipeline")
+    )
+    assert shown["hash"] != other["hash"]
+    assert shown["kinds"] == list(returns_chaos.COMING_BACK)
+    assert reports["asked"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(("--returns",), "--returns is for --chaos"), (("--chaos", "--returns", "--pipeline"), "one")],
+)
+def test_returns_are_one_kind_of_disasters(farflock, options, words):
+    code, _, err = farflock("sim", *options)
+    assert code == 2
+    assert words in err

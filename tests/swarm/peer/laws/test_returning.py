@@ -10,7 +10,7 @@ from worlds.chains.lines import has_served_since, ids, is_one, lines, names_of
 from worlds.chains.returns import Homes
 from worlds.waiting import now, until
 
-from farflock.swarm.frame import Frame
+from farflock.swarm.frame import Frame, unpack
 from farflock.swarm.messages import HeldState, ReturnAsk, ReturnSign, Roll, Views
 from farflock.swarm.peer.snapshots import SnapshotUnavailable
 from farflock.swarm.protocol import views
@@ -187,6 +187,25 @@ async def test_a_return_that_a_key_did_not_hear_of_is_handed_over_to_it(herd):
     assert herd.nodes[2].peer.membership.branch is None
     herd.network.tap = None
     await are_back(herd, 0, 1, 2)
+
+
+@homes(2)
+async def test_whoever_has_given_up_its_chain_says_nothing_of_the_state_that_it_held_there(herd):
+    await asyncio.sleep(10)
+    kill(herd, 0)
+    survivor, said = herd.nodes[1], []
+
+    def heard(at_s, sender, to, packed):
+        message = unpack(packed).message
+        if sender == survivor.id and isinstance(message, Roll):
+            said.append(message.held)
+        return packed
+
+    herd.network.tap = heard
+    survivor.peer.branching.adrift = frozenset({"until it has the new chain's"})
+    herd.start(0)
+    await asyncio.sleep(5)
+    assert set(said) == {()}
 
 
 @homes(2, group=2)

@@ -1,0 +1,85 @@
+"""Disasters of returns: a seed decides everything, and each check finds what it is there for."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from farflock.node.simulate import returns_chaos
+from farflock.node.simulate.returns_chaos import (
+    COMING_BACK,
+    ReturnsChaos,
+    returns_case,
+    run_returns_seed,
+)
+from farflock.optimizers.catalog import METHODS
+from farflock.swarm.sim.virtual_time import run_virtual
+
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
+SMALL = 3, 6  # seeds: two peers
+
+
+def test_seeds_draw_every_method_disaster_and_size():
+    cases = [returns_case(seed) for seed in range(200)]
+    assert {case.arm.method for case in cases} == METHODS.keys()
+    assert {kind for case in cases for kind in case.disasters} == set(COMING_BACK)
+    assert {case.peers for case in cases} == {2, 3, 4, 5}
+    assert not any("one" in case.disasters for case in cases if case.peers == 2)
+    assert {returns_case(seed, "lean").arm.method for seed in range(9)} == {"lean"}
+
+
+@pytest.mark.parametrize("seed", SMALL)
+def test_a_seed_violates_nothing_and_its_disasters_strike(seed):
+    report = run_returns_seed(seed)
+    assert report.violations == []
+    assert report.fired.total() == len(returns_case(seed).disasters)
+    assert report.rounds > 4
+
+
+def test_the_same_seed_gives_the_same_report():
+    one, again = (run_returns_seed(SMALL[0]) for _ in range(2))
+    assert one == again
+
+
+def disaster(seed, folder, main, **changed):
+    """Run `main(chaos)` once all peers of a seed are together; return the violations."""
+
+    async def whole():
+        chaos = ReturnsChaos(seed, replace(returns_case(seed), **changed), folder)
+        for number in chaos.numbers:
+            chaos.homes.start(number)
+            await asyncio.sleep(0.3)
+        await chaos.together("the start")
+        await main(chaos)
+        await chaos.homes.end_all()
+        return chaos.watch.violations
+
+    return run_virtual(whole())
+
+
+@pytest.mark.parametrize("seed", [2, 11])
+def test_a_seed_that_failed_once(seed):
+    """Of two streams, of which one was further, nobody could read a state after which no round
+    came. A founder whose checkpoint had the result of a round waited for that round to end."""
+    assert run_returns_seed(seed).violations == []
+
+
+def test_peers_that_stay_apart_are_a_violation(tmp_path, monkeypatch):
+    async def main(chaos):
+        monkeypatch.setattr(returns_chaos, "ONE_CHAIN_S", 20.0)
+        await chaos.homes.kill(1)
+        await chaos.together("a death")
+
+    found = disaster(SMALL[0], tmp_path, main)
+    assert any(
+        what.startswith("peer 1 has not come into the run 20 s after a death") for what in found
+    )
+
+
+def test_a_run_that_hangs_is_a_violation_of_its_seed(monkeypatch):
+    async def hang(chaos):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ReturnsChaos, "run", hang)
+    assert "give the wait a deadline" in run_returns_seed(0).violations[0]
