@@ -36,9 +36,9 @@ from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
-VALUES = {"a": 12, "b": 5}  # of each tensor
+VALUES = {"a": 64, "b": 5}  # of each tensor: a gradient of its own for each peer
 NEAR = LinkModel(1e9, 1e9, 0.001, 0.0)  # while peers join
-EVERY_S = 20.0  # from one exchange to the next: long enough for any to end
+EVERY_S = 6.0  # from one exchange to the next: long enough for any to end
 JOIN_S = 0.2  # from one newcomer to the next
 LOOK_S = 0.5
 LIMIT_S = 3600.0
