@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Word:
-    """What this peer says about a stream: the round from which on it contributes."""
+    """A word about a stream: this peer contributes to it from a round on."""
 
     from_round: int
     repeats: int | None  # that are left; None: as long as it is away
