@@ -362,8 +362,8 @@ def _quieten(level: int) -> None:
 
 
 def faults_of(seed: int) -> list[tuple[str, str]]:
-    """Return a seed's faults, each with the phase that it waits for. Each block of `len(CELLS)
-    // FAULTS` seeds has each cell once."""
+    """Return a seed's faults, each with the phase that it waits for. No block of `len(CELLS)
+    // FAULTS` seeds has a cell twice."""
     turn, place = divmod(seed, len(CELLS) // FAULTS)
     shuffled = random.Random(f"faults/{turn}").sample(CELLS, len(CELLS))
     return shuffled[FAULTS * place : FAULTS * (place + 1)]
