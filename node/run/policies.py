@@ -30,8 +30,8 @@ def _wired(layers: Sequence[int], seed: int, me: str) -> PathPolicy:
 
 POLICIES: Mapping[str, Policy] = {
     "swarm": _wired,
-    "fixed": lambda layers, seed, me: fixed(len(layers)),
-    "noloco": lambda layers, seed, me: mixed(len(layers), seed),
+    "fixed": lambda layers, seed, me: fixed(len(layers), me),
+    "noloco": lambda layers, seed, me: mixed(len(layers), seed, me),
     SWAP: lambda layers, seed, me: SwappedPaths(_wired(layers, seed, me), layers),
 }
 NAMES = (*POLICIES, PLANNED, f"{SKIP}:K")

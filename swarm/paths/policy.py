@@ -5,8 +5,8 @@ Lazy next hops (SWARM), fixed maps (GPipe, 1F1B) and seeded permutations (NoLoCo
 """
 
 import random
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal, Protocol
 
@@ -15,11 +15,15 @@ from farflock.swarm.paths import noloco as mixing
 from farflock.swarm.paths.round_robin import Announced, Balancer, CallFailure
 
 CallOutcome = Literal["done", "busy"] | CallFailure
+NUMBERS = (
+    2**32
+)  # of the microbatches of one life of a trainer; in each life its first is a multiple
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """The `index`-th microbatch of its lane in a step; a lane is its starting replica's number."""
+    """The `index`-th microbatch of its lane in a step; a lane is its starting replica's number. A
+    trainer numbers its microbatches, one a step: `step` modulo `NUMBERS` is the step."""
 
     step: int
     index: int
@@ -32,11 +36,13 @@ class StageServers:
 
     `membership` numbers the agreed member list behind it. `seniority[s]` are that list's servers of
     a stage in its own order, including those known to be gone, so that it is equal for all readers.
+    `lanes` are those of its members, of which any may train.
     """
 
     membership: int
     stages: tuple[tuple[Announced, ...], ...]
     seniority: tuple[tuple[PeerId, ...], ...] = ()
+    lanes: Mapping[PeerId, int] = field(default_factory=dict, hash=False)
 
     def peers(self, stage: int) -> list[PeerId]:
         """Return the servers of a stage in the order of their ids."""
@@ -220,25 +226,29 @@ class FixedPaths(_AllStages):
         return None
 
 
-def fixed(stages: int) -> FixedPaths:
-    """Return GPipe's and 1F1B's map: a lane takes the server of its number, modulo their count.
+def fixed(stages: int, me: PeerId = "") -> FixedPaths:
+    """Return GPipe's and 1F1B's map: a lane takes the server of its number, modulo their count. The
+    lane is that of the asking peer where the member list says it, else the microbatch's.
 
     Where that one is excluded, the next ones take over.
     """
 
     def line(microbatch: Microbatch, stage: int, serving: StageServers) -> Sequence[PeerId]:
         peers = serving.peers(stage)
-        start = microbatch.lane % len(peers) if peers else 0
+        start = serving.lanes.get(me, microbatch.lane) % len(peers) if peers else 0
         return peers[start:] + peers[:start]
 
     return FixedPaths(stages, line, pinned=True)
 
 
-def mixed(stages: int, seed: int) -> FixedPaths:
-    """Return NoLoCo's permutation for each (step, index) and stage; evaluation uses `fixed`."""
+def mixed(stages: int, seed: int, me: PeerId = "") -> FixedPaths:
+    """Return NoLoCo's permutation for each (step, index) and stage; evaluation uses `fixed`. Lanes
+    are as there. Trainers that are equally far share a permutation, in whichever life each is, so
+    as many of them as a stage has servers take one each."""
 
     def line(microbatch: Microbatch, stage: int, serving: StageServers) -> Sequence[PeerId]:
-        draw = mixing.Draw(seed, serving.membership, microbatch.step, microbatch.index)
-        return mixing.line(draw, serving.peers(stage), stage, microbatch.lane)
+        step, lane = microbatch.step % NUMBERS, serving.lanes.get(me, microbatch.lane)
+        draw = mixing.Draw(seed, serving.membership, step, microbatch.index)
+        return mixing.line(draw, serving.peers(stage), stage, lane)
 
     return FixedPaths(stages, line, pinned=False)

@@ -11,8 +11,9 @@ from farflock.node.model.data import Batches
 from farflock.node.pipeline.contrib.sample_memory import Known, Row, TrainerMemory, refers
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Visit
-from farflock.node.pipeline.trainer.in_flight import NUMBERS, InFlight
+from farflock.node.pipeline.trainer.in_flight import InFlight
 from farflock.node.pipeline.trainer.stage_directory import ServerLife
+from farflock.swarm.paths.policy import NUMBERS
 from farflock.swarm.peer.payloads import Given
 
 

@@ -22,10 +22,10 @@ from farflock.node.pipeline.trainer.blame import PayloadOrigins
 from farflock.node.pipeline.trainer.stage_directory import ServerLife
 from farflock.node.run.terms import WhenGone
 from farflock.swarm.messages import CodecId
-from farflock.swarm.paths.policy import Microbatch, PathPolicy
+from farflock.swarm.paths.policy import NUMBERS, Microbatch, PathPolicy
 from farflock.swarm.peer.payloads import Given, Left
 
-NUMBERS, LIVES = 2**32, 2**29  # microbatches per life; lives with distinct numbers
+LIVES = 2**29  # with distinct numbers
 
 
 class KeptInput(Protocol):

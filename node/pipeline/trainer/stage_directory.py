@@ -15,7 +15,7 @@ from farflock.swarm.peer.peer import Peer
 from farflock.swarm.protocol import axes
 from farflock.swarm.protocol.gradient_leases import GradientKey
 from farflock.swarm.protocol.views import Member, View
-from farflock.swarm.roles import EVERY
+from farflock.swarm.roles import EVERY, NOTHING
 
 HOPE_S = 20.0  # wait for notes of a round whose servers are all gone: an onlooker may have them
 
@@ -103,7 +103,7 @@ class StageDirectory:
                 tuple(self._announced(member) for member in members) for members in alive
             )
             seniority = tuple(tuple(member.peer for member in members) for members in listed)
-            self._serving = (mark, StageServers(view.number, stages, seniority))
+            self._serving = (mark, StageServers(view.number, stages, seniority, _lanes(view)))
         return self._serving[1]
 
     def _is_asked(self, view: View, member: Member) -> bool:
@@ -197,3 +197,10 @@ class StageDirectory:
 
     def _announced(self, member: Member) -> Announced:
         return Announced(member.peer, member.incarnation)
+
+
+def _lanes(view: View) -> dict[PeerId, int]:
+    """Return a lane for each member, the same for all readers: those that serve nothing first, as
+    they train, so that lanes of a run's trainers are numbers in a row."""
+    order = sorted(view.members, key=lambda member: member.stage != NOTHING)
+    return {member.peer: lane for lane, member in enumerate(order)}

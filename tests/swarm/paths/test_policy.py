@@ -1,7 +1,9 @@
 """The law of path policies, checked for all of them, and what each promises beyond it."""
 
 import collections
+import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from farflock.swarm.paths import noloco as mixing
 from farflock.swarm.paths.partial_paths import PartialPaths
 from farflock.swarm.paths.policy import (
+    NUMBERS,
     FinishedCall,
     Microbatch,
     StageServers,
@@ -161,6 +164,19 @@ def test_mixing_takes_the_holder_of_the_lane_and_draws_anew_when_the_membership_
         for step in range(20)
     ]
     assert before != after
+
+
+@pytest.mark.parametrize("make", [fixed, lambda stages, me: mixed(stages, 5, me)])
+def test_trainers_in_any_of_their_lives_take_a_server_of_each_stage_each(make):
+    trainers = ["t0", "t1", "t2", "t3"]
+    known = replace(serving(4, 4, 4), lanes={"t2": 0, "t0": 1, "t3": 2, "t1": 3, "s0-0": 4})
+    policies = {me: make(STAGES, me) for me in trainers}
+    for step, stage in itertools.product(range(5), range(STAGES)):
+        hops = [
+            policies[me].next_hop(Microbatch(life * NUMBERS + step, 0, 77), stage, known, 0.0)
+            for life, me in enumerate(trainers, 3)
+        ]
+        assert sorted(hops) == known.peers(stage)
 
 
 def test_wiring_gives_each_stage_work_by_measured_speed_and_counts_backward_calls_for_more():
