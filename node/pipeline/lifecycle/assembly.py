@@ -124,8 +124,14 @@ class Assembly:
             return core.loop.stop.requested
 
         def is_open() -> bool:
-            tasks = core.loop.under_way.items()
-            return any(key.stream == stream and not task.done() for key, task in tasks)
+            # of all streams: before a result that is due at once, a method sends nothing more
+            awaited = (
+                each.exchange.key
+                for each in driver.table
+                if each.exchange.key.stream == stream or not each.exchange.apply_after
+            )
+            tasks = core.loop.under_way
+            return any(key in tasks and not tasks[key].done() for key in awaited)
 
         async def before_step() -> None:
             await core.state_sync.let_leave()
