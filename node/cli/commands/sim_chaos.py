@@ -158,7 +158,7 @@ def _tell(
     told = {"seeds": len(reports), "violations": len(failures), "failures": failures}
     lines = [
         f"{len(failures)} of {len(reports)} seeds violated a promise;"
-        f" the slowest recovery took {slowest_s} s",
+        f" the slowest recovery took {slowest_s:.1f} s",
         *(
             f"seed {entry['seed']}: {entry['violation']}\n  run it again: {entry['command']}"
             for entry in failures
