@@ -12,7 +12,7 @@ from functools import partial
 
 from farflock.node.reporting import Report
 from farflock.node.train.driver import Apply, Driver, EncodedExchange
-from farflock.node.train.ending import Barrier, drop, end, is_over, start_over
+from farflock.node.train.ending import Barrier, drop, end, is_over, start_over, take_in_missed
 from farflock.node.train.exchange_client import ExchangeClient, OutOfStep, StopRequest, UnderWay
 from farflock.node.train.losses import Losses
 from farflock.node.train.state_sync import StateSync
@@ -66,8 +66,7 @@ class Loop:
 
     async def begin_step(self) -> Progress:
         """Apply the rounds that were decided without this peer; local work stays."""
-        while (missed := self.state_sync.missed()) is not None:
-            await self._apply(missed)
+        await take_in_missed(self)
         return self.progress
 
     def train_one(self, progress: Progress) -> Loss:
@@ -103,7 +102,7 @@ class Loop:
             self._collect()
             while (action := self.driver.next(self.progress, last=last)) is not None:
                 if isinstance(action, Apply):
-                    await self._apply(action)
+                    await self.apply(action)
                     if self.counted is not None:
                         await self.counted(action.result, self.step - action.result.steps_since)
                 elif last or await self.stop.ends(self.under_way[action.key], action.timeout_s):
@@ -117,7 +116,7 @@ class Loop:
         for key in [key for key, task in self.under_way.items() if task.done()]:
             self.driver.resolve(key, self.under_way.pop(key).result())
 
-    async def _apply(self, action: Apply) -> None:
+    async def apply(self, action: Apply) -> None:
         """Let the method apply a result; inner steps that it takes (DDP) use the round's rate."""
         apply = partial(self.driver.apply, action, self.progress, self.training_task.set_rate)
         await self._start(await self.compute(apply))

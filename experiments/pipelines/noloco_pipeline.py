@@ -2,9 +2,8 @@
 paths against fixed ones.
 
 The run is the product's: stage servers, trainers, methods, path policies and links, in virtual time
-(node/simulate/pipeline.py). Two things are the paper's instead of a swarm's. The grid takes steps
-in lockstep, and each trainer is one of its replicas: they are numbered from 0, and so are their
-microbatches. So each server has one microbatch a step, whichever the paths.
+(node/simulate/pipeline.py). One thing is the paper's instead of a swarm's: the grid takes steps in
+lockstep. So each server has one microbatch a step, whichever the paths.
 """
 
 import math
@@ -27,9 +26,7 @@ from farflock.node.model.llama import ModelConfig, build
 from farflock.node.pipeline.lifecycle.assembly import StageNode
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.pipeline.server.counting import STREAM as COUNTS
-from farflock.node.pipeline.trainer.in_flight import MicrobatchSource
 from farflock.node.pipeline.trainer.trainer import Trainer
-from farflock.node.run.policies import policy_of
 from farflock.node.run.split import even
 from farflock.node.run.terms import PipelinePlan, RebalanceTerms, RunPlan, TrainerTerms
 from farflock.node.simulate.pipeline import PipelineSimulation, PipelineWorld, parts
@@ -141,7 +138,7 @@ class Grid:
         self.size, self.arm, self.seed = size, arm, seed
         servers = size.replicas * STAGES
         self.merges, self.merge_bytes, self._sent_bytes = Merges(servers), 0, 0
-        self._first_trainer, self._begun = servers, False
+        self._begun = False
         self._plan, self._pipeline = self._terms()
         world = PipelineWorld(
             parts(STAGES, size.replicas, size.replicas, FORWARD_S),
@@ -180,15 +177,11 @@ class Grid:
     # hooks
 
     def watch(self, number: int, node: PipelineNode) -> None:
-        """Watch one life of peer `number`, and number its microbatches if it trains."""
+        """Watch one life of peer `number`, and let it keep in step if it trains."""
         for serving in node.servings:
             self._watch_merges(node.peer.me, serving)
         if isinstance(trainer := node.trainer, Trainer):
-            policy = policy_of(self.arm.policy, self._pipeline.layers, self.seed, node.peer.me)
-            lane = number - self._first_trainer
-            # A run's own trainers have lanes by chance, and numbers that none of the others has.
-            source = trainer.source = MicrobatchSource(node.batches, node.edges, policy, lane)
-            trainer.may_begin = lambda: self._may_begin(source.begun)
+            trainer.may_begin = lambda: self._may_begin(trainer.source.begun)
 
     def _may_begin(self, begun: int) -> bool:
         """Return whether all servers have taken as many steps, and none has a round open."""

@@ -48,7 +48,7 @@ class Core:
         client = ExchangeClient(peer, peer.terms.seed, stage, spread, home)
         state_sync = StateSync(peer, driver, client, compute, spool)
         loop = Loop(driver, client, state_sync, training_task, compute, train, report)
-        state_sync.replay = loop.begin_step
+        state_sync.loop, driver.has_passed = loop, client.has_passed
         if stage is None:  # a stage steps with its group, so it has nothing to go on with
             driver.hopeless = client.is_hopeless
         return cls(driver, client, state_sync, loop)

@@ -10,6 +10,7 @@ import collections
 import concurrent.futures
 import itertools
 import logging
+import multiprocessing
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -340,8 +341,8 @@ def run_seeds(
     name: str | None = None,
     run: Callable[[int, str | None], SeedReport] | None = None,
 ) -> Iterator[SeedReport]:
-    """Yield the reports of seeds in order; they are the same for any number of worker processes.
-    `run` runs one seed; None: `run_seed`."""
+    """Yield the reports of seeds in order; they are the same for any number of worker processes,
+    which end at once with the iterator. `run` runs one seed; None: `run_seed`."""
     run = run or run_seed
     seeds, names = range(first, first + count), itertools.repeat(name)
     if workers == 1:
@@ -351,6 +352,10 @@ def run_seeds(
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, _quieten, (level,))
     try:
         yield from pool.map(run, seeds, names)
+    except BaseException:  # nobody waits for the seeds that run now, of which one may hang
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

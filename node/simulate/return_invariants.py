@@ -51,6 +51,7 @@ class ReturnsChecker(InvariantChecker):
         self._known: dict[LifeId, Collection[bytes]] = {}  # hashes of the views of a life's chain
         self._acted: dict[tuple[str, bytes], None] = {}  # (key, hash of the view of a round)
         self._offered: set[tuple[LifeId, RoundId]] = set()
+        self._decided: dict[tuple[LifeId, RoundId], RoundId] = {}  # names of results, once decoded
         self._others: dict[str, set[str]] = {}  # in the newest view of a key, without goodbyes
         self._saved: dict[str, tuple[int, bytes]] = {}  # first round that is not in it, and view
         self._resumed: set[LifeId] = set()  # they started the run again from a checkpoint
@@ -180,6 +181,8 @@ class ReturnsChecker(InvariantChecker):
         life = self._peers[index], birth
         if life in self._resumed and kind == "round" and fields["status"] == "failed":
             return  # an exchange that was open at the checkpoint; the round is made again
+        if kind == "round" and self._is_of_another_chain(life, fields):
+            return  # it waited to be applied; since then, the life has given its chain up
         super().reported(index, birth, driver, kind, fields, rounds)
         if kind in ("round", "adopt"):
             self._saved.pop(self._peers[index], None)
@@ -188,8 +191,18 @@ class ReturnsChecker(InvariantChecker):
             now_s = asyncio.get_running_loop().time()
             self.counted_s.update(dict.fromkeys(participants, now_s))
 
+    def _is_of_another_chain(self, life: LifeId, fields: Mapping[str, object]) -> bool:
+        """Return whether the result of a round is of another line than the one to which the round
+        belongs now."""
+        stream, number = fields["stream"], fields["round"]
+        assert isinstance(stream, str)
+        assert isinstance(number, int)
+        now = self.place(life, stream, number)
+        return self._decided.pop((life, (stream, number)), now) != now
+
     def _check_result(self, index: int, life: LifeId, key: RoundId, result: Result) -> None:
         super()._check_result(index, life, key, result)
+        self._decided[life, key] = self.place(life, *key)
         view = self._view(life, key[1])
         if view is not None and result.status != "failed" and life[0] in result.participants:
             self._acted[life[0], view.hash] = None

@@ -76,6 +76,12 @@ class RunPosition:
     own_tokens: int = 0
     members: int = 1
 
+    def after(self, stream: str, stride: int, result: Result) -> "RunPosition":
+        """Return the position once a result of a stream is applied."""
+        last = max(self.rounds[stream], result.next_round - stride)
+        tokens = max(self.agreed_tokens, result.tokens)
+        return replace(self, rounds={**self.rounds, stream: last}, agreed_tokens=tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -131,6 +137,8 @@ class Driver:
         self.applied: Callable[[], None] = lambda: None  # told in the worker after each result
         # so many members are gone that no round of a whole group can be expected
         self.hopeless: Callable[[], bool] = lambda: False
+        # the others are past a round
+        self.has_passed: Callable[[ExchangeKey], bool] = lambda key: False
         self.begin({}, 0)
 
     # the run
@@ -265,7 +273,8 @@ class Driver:
         set_rate: Callable[[int], None] = lambda tokens: None,
     ) -> list[Exchange]:
         """Apply a result, count its tokens, and return the exchanges of a second phase. If other
-        peers contributed tokens, `set_rate` first sets the inner rate of that round.
+        peers contributed tokens, `set_rate` first sets the inner rate of that round. After a round
+        that was decided without this peer, only those follow that the others have not passed.
 
         This runs in a worker, so that no snapshot has the new state with the old count."""
         if action.result.tokens:
@@ -276,7 +285,10 @@ class Driver:
             if notes is not None:
                 notes.closing(exchange.key.round, result.notes)
             pending = self._pending.pop(exchange.key, None)
-            second_phase = self._note(self.method.apply(self.replica, exchange, result), progress)
+            follow = self.method.apply(self.replica, exchange, result)
+            if pending is None:
+                follow = [each for each in follow if not self.has_passed(each.key)]
+            second_phase = self._note(follow, progress)
             self._count(exchange.key, result, 0 if pending is None else pending.tokens)
             if notes is not None:
                 notes.closed(exchange.key.round, result.notes)
@@ -306,11 +318,10 @@ class Driver:
 
     def _count(self, key: ExchangeKey, result: Result, offered: int) -> None:
         (template,) = [entry for entry in self.streams if entry.key.stream == key.stream]
-        last = result.next_round - template.stride
-        self._rounds[key.stream] = max(self._rounds[key.stream], last)
+        after = self.position.after(key.stream, template.stride, result)
+        self._rounds, self._agreed_tokens = after.rounds, after.agreed_tokens
         if result.status == "failed" and not result.tokens:
             return
-        self._agreed_tokens = max(self._agreed_tokens, result.tokens)
         if result.taken or isinstance(template.group, RandomGroups):
             self._own_tokens -= offered
 

@@ -1,11 +1,13 @@
-"""The end of a training loop, by agreement or alone, and its restart from the group's state."""
+"""The end of a training loop, by agreement or alone; the rounds that it missed, and its restart
+from the group's state."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from farflock.node.reporting import Report
-from farflock.node.train.exchange_client import StopRequest, UnderWay
+from farflock.node.train.driver import Apply
+from farflock.node.train.exchange_client import OutOfStep, StopRequest, UnderWay
 from farflock.node.train.losses import Losses
 from farflock.optimizers.method import Progress
 from farflock.swarm.compute import Compute
@@ -34,6 +36,10 @@ class AdoptedState(Protocol):
     @property
     def is_behind(self) -> bool:
         """True if a decided round is missing from the state."""
+        ...
+
+    def missed(self) -> Apply | None:
+        """Return the next round that was decided without this node and is here, or None."""
         ...
 
     async def adopt(self) -> None:
@@ -77,6 +83,10 @@ class EndingLoop(Protocol):
         """Apply the rounds that were decided without this peer."""
         ...
 
+    async def apply(self, action: Apply) -> None:
+        """Let the method apply a result."""
+        ...
+
 
 def is_over(loop: EndingLoop, total_tokens: int, barrier: Barrier | None) -> bool:
     """Return whether the run has reached its total of tokens: by the barrier's agreement, or by
@@ -111,6 +121,21 @@ async def drain(loop: EndingLoop, timeout_s: float) -> None:
     while loop.state_sync.is_behind and asyncio.get_running_loop().time() < until_s:
         await asyncio.sleep(LOOK_EVERY_S)  # the content of a last round may still arrive
         await loop.begin_step()
+
+
+async def replay(loop: EndingLoop) -> None:
+    """Apply the rounds that were decided without this peer and are here; raise `OutOfStep` if one
+    was here, and is gone."""
+    while (missed := loop.state_sync.missed()) is not None:
+        await loop.apply(missed)
+
+
+async def take_in_missed(loop: EndingLoop) -> None:
+    """Apply the rounds that were decided without this peer, or start over if one is gone."""
+    try:
+        await replay(loop)
+    except OutOfStep as reason:
+        await start_over(loop, str(reason))
 
 
 async def start_over(loop: EndingLoop, reason: str) -> None:

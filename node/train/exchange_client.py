@@ -81,11 +81,12 @@ class ExchangePeer(Protocol):
         ...
 
     def decided(self, name: str, number: int) -> RoundOutcome | None:
-        """Return a collective round that was decided without this peer, or None."""
+        """Return a collective round that was decided without this peer, or that it is lost; None
+        if it is not decided here."""
         ...
 
-    def newest(self, name: str) -> int:
-        """Return the last round known to be decided; -1 for pairs, which count their own rounds."""
+    def has_passed(self, name: str, number: int) -> bool:
+        """Return whether a collective round is known to be decided, here or at others."""
         ...
 
     def run_s(self) -> float:
@@ -213,7 +214,7 @@ class ExchangeClient:
         )
         round_name = f"round {key.round} of {key.stream}"
         if outcome.status == "lost":
-            raise OutOfStep(f"{round_name} is over and its content is gone")
+            raise _lost(key)
         if outcome.state and outcome.state != claim.state:
             theirs, mine = outcome.state.hex()[:12], claim.state.hex()[:12] or "none"
             raise OutOfStep(f"{round_name}: the group starts from state {theirs}, not {mine}")
@@ -282,9 +283,12 @@ class ExchangeClient:
 
     def replay(self, stream: str, round_number: int) -> Result | None:
         """Return the result of a round decided without this peer, or None if its content is
-        missing."""
+        missing. Raise `OutOfStep` if that is gone from here."""
+        key = ExchangeKey(stream, round_number)
         outcome = self.peer.decided(self.name(stream), round_number)
-        return None if outcome is None else self.decode(ExchangeKey(stream, round_number), outcome)
+        if outcome is not None and outcome.status == "lost":
+            raise _lost(key)
+        return None if outcome is None else self.decode(key, outcome)
 
     def members(self) -> int:
         """Return the number of live peers that exchange with this one, itself included.
@@ -305,9 +309,9 @@ class ExchangeClient:
         """Return the swarm's name for a stream of the method."""
         return self._codings[stream].name
 
-    def newest(self, stream: str) -> int:
-        """Return the last round of a stream that is known to be decided."""
-        return self.peer.newest(self.name(stream))
+    def has_passed(self, key: ExchangeKey) -> bool:
+        """Return whether a round is known to be decided, here or at others."""
+        return self.peer.has_passed(self.name(key.stream), key.round)
 
     @property
     def where(self) -> str:
@@ -414,6 +418,10 @@ def layout_of(template: Exchange, run_seed: int) -> ShardLayout:
     comes_back = template.kind == "mean" and not _group_size(template)
     back = codec(template.return_codec) if comes_back else None
     return ShardLayout.of(shapes, codec(template.codec), run_seed, back)
+
+
+def _lost(key: ExchangeKey) -> OutOfStep:
+    return OutOfStep(f"round {key.round} of {key.stream} is over and its content is gone")
 
 
 def _tensors_of(

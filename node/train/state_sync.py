@@ -8,7 +8,7 @@ The code is the same in a process and in the simulator; long work goes through t
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,8 @@ from farflock.node.state.cut import Cut
 from farflock.node.state.spool import Malformed, room, spooled, tensors_of
 from farflock.node.train.absence import STALL_S
 from farflock.node.train.driver import Apply, Driver, RunPosition
-from farflock.node.train.exchange_client import ExchangeClient
+from farflock.node.train.ending import EndingLoop, drop, replay
+from farflock.node.train.exchange_client import ExchangeClient, OutOfStep
 from farflock.node.train.held_state import OwnHeldState
 from farflock.optimizers.method import Exchange, ExchangeKey, Result, State
 from farflock.optimizers.parts.state import WrongState, counter, state_hash
@@ -127,8 +128,7 @@ class StateSync:
         self._opened = False
         self._common: _CommonCut | None = None
         driver.applied = self._cut_if_common
-        # Applies the rounds that are decided and here: the loop's, so that it is told of them.
-        self.replay: Callable[[], Awaitable[object]] | None = None
+        self.loop: EndingLoop | None = None  # which applies rounds
         self._rounds = KeptRounds(peer.rounds.streams, client.stage)
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
         self.may_leave: Callable[[], bool] | None = None  # None: always; asked in the worker
@@ -164,14 +164,12 @@ class StateSync:
     def load_state(self, position: RunPosition, feedback: State) -> None:
         """Open the streams where a checkpoint was written, and restore the residuals. A round whose
         result is in it, and has yet to be applied, is over: nobody decides it again."""
-        rounds, tokens = dict(position.rounds), position.agreed_tokens
-        strides = {entry.key.stream: entry.stride for entry in self._driver.streams}
+        known, strides = position, {each.key.stream: each.stride for each in self._driver.streams}
         for pending in self._driver.table:
-            if (result := pending.result) is not None:
+            if pending.result is not None:
                 name = pending.exchange.key.stream
-                rounds[name] = max(rounds[name], result.next_round - strides[name])
-                tokens = max(tokens, result.tokens)
-        self.open(rounds, tokens)
+                known = known.after(name, strides[name], pending.result)
+        self.open(known.rounds, known.agreed_tokens)
         self._client.load_state(feedback)
         self._driver.load_position(position)
 
@@ -188,9 +186,7 @@ class StateSync:
     @property
     def is_behind(self) -> bool:
         """True if a decided round is not applied and no exchange of its stream is open."""
-        return any(
-            self._client.newest(key.stream) >= key.round for key in self._next_keys(idle=True)
-        )
+        return any(self._client.has_passed(key) for key in self._next_keys(idle=True))
 
     def missed(self) -> Apply | None:
         """Return the next round that was decided without this node, or None. Its stream has no
@@ -250,6 +246,8 @@ class StateSync:
                         if await self._catch_up():
                             return
                         log.warning("the rounds since the adopted state do not come; trying again")
+                        if self.loop is not None:  # what replayed rounds have begun
+                            await drop(self.loop.under_way)
                 except (CorruptSnapshot, WrongState) as error:
                     log.warning("discarded a downloaded snapshot, fetching another: %s", error)
                     self._peer.snapshots.distrust(self._state_name)
@@ -260,11 +258,14 @@ class StateSync:
     async def _catch_up(self) -> bool:
         """Apply the rounds that were decided since the state that was adopted, until this node has
         all: before that, the others would wait for it in each round. Return False if one is known
-        of which nothing comes, or that the members do not have any more."""
+        of which nothing comes, or that nobody has any more, or this node has not."""
         context, place, came_s = self._peer.context, self.next_rounds, self._peer.context.now()
         calm = MEMBER_CALM_LOOKS if context.is_member else CALM_LOOKS
-        while self.replay is not None and calm:
-            await self.replay()
+        while self.loop is not None and calm:
+            try:
+                await replay(self.loop)
+            except OutOfStep:
+                return False
             came_s = max(came_s, context.chunks.last_heard_s)
             if self.next_rounds != place:
                 place, came_s = self.next_rounds, context.now()

@@ -15,9 +15,8 @@ from farflock.swarm.paths import noloco as mixing
 from farflock.swarm.paths.round_robin import Announced, Balancer, CallFailure
 
 CallOutcome = Literal["done", "busy"] | CallFailure
-NUMBERS = (
-    2**32
-)  # of the microbatches of one life of a trainer; in each life its first is a multiple
+# Microbatches of one life of a trainer; the number of its first one is a multiple.
+NUMBERS = 2**32
 
 
 @dataclass(frozen=True, slots=True)

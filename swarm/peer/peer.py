@@ -104,7 +104,7 @@ class Peer:
             self.context, lambda name: name in self.rounds.names or name in self.pairing.streams
         )
         self.absences.watch(self.rounds.streams)
-        self.evaluations = Evaluations(self.context, self.newest)
+        self.evaluations = Evaluations(self.context, self.rounds.newest)
         self.loads = LoadReports(self.context)
         self.codec_offers = CodecOffers(self.context)
         self.data_holders = DataHolders(self.context)
@@ -268,15 +268,16 @@ class Peer:
         return await (self.pairing if paired else self.rounds).exchange(name, offer)
 
     def decided(self, name: str, number: int) -> RoundOutcome | None:
-        """Return a decided collective round from the log; None if there is none."""
+        """Return a decided collective round from the log, or that it is lost, as it has left the
+        log; None if it is not decided here."""
         known = name not in self.pairing.streams and name not in self.branching.adrift
         return self.rounds.decided(name, number) if known else None
 
-    def newest(self, name: str) -> int:
-        """Return the last round of a collective stream known to be decided.
-
-        -1 for pairs, whose rounds are their own."""
-        return self.rounds.newest(name) if name in self.rounds.names else -1
+    def has_passed(self, name: str, number: int) -> bool:
+        """Return whether a collective round is known to be decided, here or at others; never a
+        pair's, whose rounds are its own."""
+        state = self.rounds.streams.get(name)
+        return state is not None and state.has_passed(number)
 
     def reach(self, stage: int | None = None) -> int:
         """Return the earliest round from which logs can bring a state of `stage` up to date.

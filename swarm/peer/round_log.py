@@ -110,6 +110,10 @@ class StreamState:
         """Return a decided round from the log or the old rounds before it, or None."""
         return self.log.get(number) or self.old_log.get(number)
 
+    def has_passed(self, number: int) -> bool:
+        """Return whether a round is decided, here or as far as others have said."""
+        return number <= self.newest or number < self.seen
+
     def resolve(self, number: int, outcome: RoundOutcome) -> None:
         """Pass the outcome of a round to its waiting exchange, if any."""
         placed = self.offers.get(number)

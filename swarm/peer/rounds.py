@@ -93,8 +93,6 @@ class Rounds:
         try:
             if (known := self.decided(name, number)) is not None:
                 return known
-            if number <= state.newest and number not in state.log:
-                return RoundOutcome(offer.key, "lost", state.next)
             assert number not in state.offers, f"{offer.key} is asked for twice"
             ends_s = self._context.now() + state.stream.terms.deadline_s
             placed = state.offers[number] = OpenOffer(
@@ -108,10 +106,13 @@ class Rounds:
                 self._context.store.release(work_pin(offer.key))
 
     def decided(self, name: str, number: int) -> RoundOutcome | None:
-        """Return a round's outcome from the log; None unless it is decided and complete."""
+        """Return a round's outcome from the log; None unless it is decided and complete. It is lost
+        if it was decided and has left the log."""
         state = self._streams[name]
         state.applied = max(state.applied, number - state.stream.cadence.stride)
         entry = state.log.get(number)
+        if entry is None and number <= state.newest:
+            return RoundOutcome(Key(name, number), "lost", state.next)
         if entry is None or not entry.complete:
             return None
         return outcome(state.stream, number, entry, self._context.bundles)
@@ -137,8 +138,8 @@ class Rounds:
         return next(iter(self._streams[name].old_log), self.oldest(name))
 
     def newest(self, name: str) -> int:
-        """Return the last round of a stream known here to be decided."""
-        return self._streams[name].newest
+        """Return the last round of a stream known here to be decided; -1 if it is not open."""
+        return self._streams[name].newest if name in self._streams else -1
 
     def heard_of(self, name: str, number: int) -> None:
         """Note that some peer is at this round, so that this one asks for earlier decisions."""

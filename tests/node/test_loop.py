@@ -8,7 +8,7 @@ import pytest
 from farflock.node.loop import Loop
 from farflock.node.train.driver import Claim, Wait
 from farflock.node.train.ending import drain
-from farflock.node.train.exchange_client import STOPPING_WAIT_S
+from farflock.node.train.exchange_client import STOPPING_WAIT_S, OutOfStep
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -198,3 +198,22 @@ def test_at_its_end_it_waits_within_a_limit_for_the_content_of_a_round_decided_w
 
     low, high = takes_s
     assert low <= run_virtual(main()) <= high
+
+
+def test_a_missed_round_that_is_gone_from_here_starts_the_peer_over():
+    async def main():
+        silent, reasons = Silent(500.0), []
+
+        def missed():
+            raise OutOfStep("round 4 is gone")
+
+        async def adopt(reason):
+            reasons.append(reason)
+
+        silent.missed = missed
+        loop = Loop(silent, silent, silent, silent, compute=silent.compute, train=silent.compute)
+        loop.adopt = adopt
+        await loop.begin_step()
+        return reasons
+
+    assert run_virtual(main()) == ["round 4 is gone"]

@@ -112,13 +112,13 @@ class Node:
         self.open()
 
     async def step(self):
-        while self.herd.stream.terms.enough and (
-            missed := self.peer.decided(STREAM, self.applied + self.herd.stream.cadence.stride)
-        ):
-            # Rounds that wait for no peer are many: a node takes in all that it missed at once.
-            self.apply(missed, None)
         number = self.applied + self.herd.stream.cadence.stride
         outcome = self.peer.decided(STREAM, number)
+        while self.herd.stream.terms.enough and outcome is not None and outcome.status != "lost":
+            # Rounds that wait for no peer are many: a node takes in all that it missed at once.
+            self.apply(outcome, None)
+            number = self.applied + self.herd.stream.cadence.stride
+            outcome = self.peer.decided(STREAM, number)
         name = None
         if outcome is None:
             self.serial += 1

@@ -115,9 +115,9 @@ class Alone:
         """Return None: no round is decided by others."""
         return None
 
-    def newest(self, name: str) -> int:
-        """Return -1: no round is known."""
-        return -1
+    def has_passed(self, name: str, number: int) -> bool:
+        """Return False: no round is known."""
+        return False
 
     def run_s(self) -> float:
         """Return 0: no time passes."""

@@ -225,5 +225,4 @@ class EmbeddingSync(FrozenEmbedding):
 
     def _heard(self) -> int:
         """Return the last round of the first stage known to be over."""
-        rounds = self._peer.rounds
-        return rounds.newest(self._stream) if self._stream in rounds.names else -1
+        return self._peer.rounds.newest(self._stream)

@@ -52,6 +52,30 @@ if __name__ == "__main__":
 """
 
 
+HANGING = f"""
+import multiprocessing, time
+from {MODULE} import run_seeds
+
+def run(seed, name):
+    time.sleep(1e6 if seed else 0)
+    return seed
+
+if __name__ == "__main__":
+    running = run_seeds(0, 4, 2, run=run)
+    print(next(running), flush=True)
+    running.close()
+    print(len(multiprocessing.active_children()), flush=True)
+"""
+
+
+@pytest.mark.net
+def test_seeds_that_hang_end_with_whoever_wants_their_reports(nursery, tmp_path):
+    (tmp_path / "program.py").write_text(HANGING)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    done = completed(command, nursery.run, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, ["0", "0"])
+
+
 @pytest.mark.net
 def test_workers_end_with_a_parent_that_is_killed(nursery, tmp_path):
     (tmp_path / "program.py").write_text(ORPHANS)

@@ -196,6 +196,16 @@ def test_a_replayed_round_has_no_tensors_of_ours_and_needs_no_exchange(driver, n
     assert driver.pending == ()
 
 
+def test_of_a_replayed_rounds_second_phase_only_what_the_others_have_not_passed_is_asked_for(
+    driver, notes
+):
+    driver.has_passed = lambda key: key.round < 4
+    for number in (3, 4):
+        notes.second_phase = [ask(number=number)]
+        driver.replay(ExchangeKey("y", number), OK, Progress(1))
+    assert [key.round for key in driver.pending] == [4]
+
+
 def test_a_pending_round_cannot_be_replayed(driver, notes):
     notes.stepped(driver, ask(number=3))
     with pytest.raises(AssertionError, match="pending"):

@@ -22,7 +22,7 @@ async def gone_quiet(node):
 
 
 def nexts(node):
-    return [(STREAM, node.peer.newest(STREAM) + 1)]
+    return [(STREAM, node.peer.rounds.newest(STREAM) + 1)]
 
 
 async def passed(node, rounds, within_s):

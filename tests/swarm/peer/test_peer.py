@@ -110,7 +110,7 @@ async def test_a_peer_that_rests_ticks_less_often_until_something_stirs_it(world
     assert abs(len(ticks) - (rare if world.rests else rare * REST_TURNS)) <= 4
     asked_s = now()
     contribution = asyncio.create_task(
-        peers[0].exchange(MEAN, peers[0].newest(MEAN) + 1, [b"x"], weight=1.0)
+        peers[0].exchange(MEAN, peers[0].rounds.newest(MEAN) + 1, [b"x"], weight=1.0)
     )
     await until(lambda: any(moment > asked_s for moment in ticks), 1.0)
     assert now() <= asked_s + TICK_S + 1e-6
@@ -206,7 +206,8 @@ async def test_a_mean_and_a_pair_go_their_own_ways_and_bring_the_same_to_both(wo
         assert result.status == "ok"
         assert sorted(result.gathered.values()) == [(content,) for content in both]
     for peer in (one, two):
-        assert (peer.rounds.tokens(MEAN), peer.newest(MEAN), peer.newest(PAIRS)) == (20, 0, -1)
+        rounds = peer.rounds
+        assert (rounds.tokens(MEAN), rounds.newest(MEAN), rounds.newest(PAIRS)) == (20, 0, -1)
         assert peer.decided(MEAN, number).reduced == (b"+".join(both),)
         assert peer.decided(MEAN, number + 1) is None
         assert peer.decided(PAIRS, number) is None
