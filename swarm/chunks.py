@@ -72,7 +72,7 @@ class Chunks:
         # Of their own, or what is not fetched gently would wait for what is.
         self._gentle_windows: dict[PeerId, ByteBudget] = {}
         self._paces: dict[PeerId, Pace] = {}  # of holders asked lately
-        self.last_heard_s = -math.inf  # when a piece came last, of any holder
+        self.last_heard_s = -math.inf  # when a piece came last that was not fetched gently
         self.dropped: collections.Counter[str] = collections.Counter()
         self.server = ChunkServer(store, carrier, self.dropped)
         self.lending = Lending(self.server, carrier, self.dropped)
@@ -488,9 +488,11 @@ class Chunks:
                 fetching.probing.heard(asyncio.get_running_loop().time())
         windows = self._gentle_windows if fetching.gently else self._windows
         more = (window := windows.get(sender)) is not None and not window.idle
-        self.last_heard_s = asyncio.get_running_loop().time()
-        self._pace(sender).heard(len(body), self.last_heard_s, more)
-        self._line.heard(len(body), self.last_heard_s, len(self._incoming) > 1)
+        now_s = asyncio.get_running_loop().time()
+        if not fetching.gently:
+            self.last_heard_s = now_s
+        self._pace(sender).heard(len(body), now_s, more)
+        self._line.heard(len(body), now_s, len(self._incoming) > 1)
         if not fetching.due:
             fetching.changed.set()
 

@@ -120,6 +120,8 @@ async def test_a_chunk_of_a_round_does_not_wait_for_those_that_are_fetched_gentl
     ]
     await asyncio.sleep(1.0)
     began_s = now()
+    assert reader.last_heard_s < 0, "data are no sign that missed rounds come"
     assert await fetch(reader, round_chunk, ["holder"])
+    assert reader.last_heard_s > began_s
     assert now() - began_s < 5 * len(round_chunk) / net.rate, "though 40 MiB are under way"
     assert all(await asyncio.gather(*data))
