@@ -1,5 +1,6 @@
 """Reboots and power cuts: members whose processes end at once, and start again in their folders."""
 
+import signal
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -9,8 +10,10 @@ from farflock.experiments.bench.workers.hosted_swarm import (
     NEVER,
     HostedNode,
     HostedSwarm,
+    Round,
     Setting,
 )
+from farflock.experiments.measure.metric import NotMeasured
 
 LIMIT_S = 180.0  # for a counted round, from the last one's start
 AWAY_S = 5.0
@@ -38,6 +41,26 @@ def _back(swarm: HostedSwarm, nodes: Sequence[HostedNode]) -> float:
     return swarm.whole(LIMIT_S)
 
 
+def _without_founder(name: str, swarm: HostedSwarm) -> Seconds:
+    """Let the founder leave; then a power cut strikes the others, and they come back without it."""
+    founder, *others = swarm.nodes
+    names = {node.peer for node in others}
+
+    def are_counted(rounds: Sequence[Round]) -> bool:
+        return any(names == set(each.participants) for each in rounds)
+
+    founder.signal(signal.SIGTERM)
+    if founder.code(LIMIT_S) != 0 or swarm.seconds(others, are_counted, LIMIT_S) == NEVER:
+        raise NotMeasured("the founder did not leave, or the others did not go on without it")
+    for node in others:
+        node.kill()
+    time.sleep(AWAY_S)
+    swarm.start_again(others[1])
+    time.sleep(APART_S)
+    swarm.start_again(others[0])
+    return {name: swarm.seconds(others, are_counted, LIMIT_S)}
+
+
 def _play(
     name: str,
     what: str,
@@ -57,6 +80,15 @@ PLAYS = (
     _play("both", f"both of two, the founder first: {UNTIL}", [0, 1], TWO),
     _play("both-reversed", f"both of two, the joiner first: {UNTIL}", [1, 0], TWO),
     _play("power", f"a power cut of three, who start in reverse: {UNTIL}", [2, 1, 0], THREE),
+    Play(
+        "power-without",
+        "the founder of three leaves, then a power cut strikes the two others: until a round of "
+        "both, from the start of the last one",
+        partial(_without_founder, "power-without"),
+        THREE,
+        {},
+        "",
+    ),
     _play(
         "power-stages",
         "a power cut of six who serve three stages, and start in reverse: until two rounds at "
