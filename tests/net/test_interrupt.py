@@ -103,6 +103,36 @@ async def long(evaluator, measure):
 Evaluator._measured = long
 cli.main()
 """
+LONG_COMPILATION = """
+import sys, time
+from farflock.node.model.compiled import CompiledLayers
+from farflock.node.cli import main as cli
+
+def settle(layers, sequences, loss_of):
+    print("is in the middle", file=sys.stderr, flush=True)
+    time.sleep(3600)
+
+CompiledLayers.settle = settle
+cli.main()
+"""
+LONG_TRIAL = """
+import dataclasses, sys, time
+from types import SimpleNamespace
+from farflock.node.process import room, run_text
+from farflock.node.cli import main as cli
+
+fitted, card = room.fitted, SimpleNamespace(place=SimpleNamespace(type="cuda"))
+
+def tried(machine, manifest, error):
+    return fitted(dataclasses.replace(machine, device=card), manifest, error)
+
+def fitting(plan, device, options, state_bytes):
+    print("is in the middle", file=sys.stderr, flush=True)
+    time.sleep(3600)
+
+room.fitting, run_text.fitted = fitting, tried
+cli.main()
+"""
 CLI = ("-m", "farflock.node.cli")
 
 
@@ -311,6 +341,34 @@ def test_in_the_middle_of_work_without_an_end_the_last_whole_step_is_saved(
     assert Path(said["checkpoint"]).name == f"step-{step}"
     assert (Path(said["checkpoint"]) / "manifest.json").exists()
     assert_gone(traces)
+
+
+@pytest.mark.long
+def test_in_the_middle_of_a_compilation_the_weights_that_the_run_begins_with_are_saved(
+    start, manifest, tmp_path
+):
+    arguments = "run", manifest(1), "--folder", tmp_path / "a", "--json", "--compile", "on"
+    node = start("a", *arguments, how=("-c", LONG_COMPILATION))
+    node.wait_for(lambda: "is in the middle" in node.log.read_text())
+    traces = node.traces()
+    node.signal(signal.SIGTERM)
+    code, said = node.ends()
+    assert (code, said["ended"]) == (0, "left")
+    assert Path(said["checkpoint"]).name == "step-0"
+    assert_gone(traces)
+
+
+@pytest.mark.long
+def test_in_the_middle_of_the_trial_of_what_fits_a_device_there_is_nothing_to_save(
+    start, manifest, tmp_path
+):
+    arguments = "run", manifest(1), "--folder", tmp_path / "a", "--json"
+    node = start("a", *arguments, how=("-c", LONG_TRIAL))
+    node.wait_for(lambda: "is in the middle" in node.log.read_text())
+    node.signal(signal.SIGTERM)
+    code, said = node.ends()
+    assert (code, said["exit_code"]) == (143, 143)
+    assert_gone(([node.process.pid], (), ()))
 
 
 @pytest.mark.long
