@@ -12,8 +12,9 @@ import itertools
 import logging
 import multiprocessing
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from farflock.node.simulate.chaos_methods import PHASES, ChaosCase, case_of
 from farflock.node.simulate.invariants import DEADLINE_S, InvariantChecker
 from farflock.node.simulate.phase_tap import PhaseTap
 from farflock.node.simulate.population import SLICE_S, PeerLife, Population
+from farflock.node.simulate.standstill import Standstill, moving_clock
 from farflock.node.simulate.worker_processes import end_with_parent, warm
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
@@ -327,10 +329,16 @@ def run_seed(seed: int, name: str | None = None) -> SeedReport:
     async def main() -> SeedReport:
         return await Chaos(seed, case_of(seed, name)).run()
 
+    return report_of(seed, main())
+
+
+def report_of(seed: int, disaster: Coroutine[Any, Any, SeedReport]) -> SeedReport:
+    """Run a disaster in virtual time. That it hangs, or that time stands still, is a violation."""
     torch.set_num_threads(1)
     try:
-        return run_virtual(main())
-    except Deadlock as error:
+        with moving_clock():
+            return run_virtual(disaster)
+    except (Deadlock, Standstill) as error:
         return SeedReport(seed, [str(error)], collections.Counter(), 0, "")
 
 

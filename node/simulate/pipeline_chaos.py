@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import torch
 
 from farflock.node.data.samples import text_in_memory
 from farflock.node.errors import Usage
@@ -23,7 +22,7 @@ from farflock.node.run.planned_paths import plan_of_texts
 from farflock.node.run.policies import PLANNED, lane_of, policy_of
 from farflock.node.run.split import even
 from farflock.node.run.terms import PipelinePlan, RunPlan, ServerTerms, TrainerTerms
-from farflock.node.simulate.chaos import SeedReport
+from farflock.node.simulate.chaos import SeedReport, report_of
 from farflock.node.simulate.chaos_methods import PHASES, ChaosCase, cases_of
 from farflock.node.simulate.lives import identity_of
 from farflock.node.simulate.phase_tap import PhaseTap
@@ -35,7 +34,6 @@ from farflock.swarm.paths.policy import Microbatch
 from farflock.swarm.protocol.gradient_leases import GradientKey
 from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.sim.network import LinkModel
-from farflock.swarm.sim.virtual_time import Deadlock, run_virtual
 from farflock.swarm.tasks import cancel
 
 DISASTERS = ("kill", "restart", "trainer", "partition", "stop", "slow")
@@ -295,8 +293,4 @@ def run_pipeline_seed(seed: int, name: str | None = None) -> SeedReport:
     async def main() -> SeedReport:
         return await PipelineChaos(seed, pipeline_case(seed, name)).run()
 
-    torch.set_num_threads(1)
-    try:
-        return run_virtual(main())
-    except Deadlock as error:
-        return SeedReport(seed, [str(error)], collections.Counter(), 0, "")
+    return report_of(seed, main())

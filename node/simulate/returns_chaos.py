@@ -13,12 +13,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from farflock.node.assembly.core import Core
 from farflock.node.assembly.known_run import KnownRun, own_run
 from farflock.node.run.manifest import simulated_default
-from farflock.node.simulate.chaos import LINK, SeedReport
+from farflock.node.simulate.chaos import LINK, SeedReport, report_of
 from farflock.node.simulate.chaos_methods import ChaosCase, CountingTask, case_of
 from farflock.node.simulate.homes import Home, Homes, PlainNode
 from farflock.node.simulate.invariants import STORE_BYTES
@@ -32,7 +30,6 @@ from farflock.swarm.peer.peer import Peer
 from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import View
 from farflock.swarm.sim.network import SimNetwork
-from farflock.swarm.sim.virtual_time import Deadlock, run_virtual
 
 COMING_BACK = ("cut", "one", "copy", "outside", "goodbye", "forgotten")
 OF_THREE = ("one",)  # disasters that need as many peers
@@ -337,9 +334,5 @@ def run_returns_seed(seed: int, name: str | None = None) -> SeedReport:
     async def main(folder: Path) -> SeedReport:
         return await ReturnsChaos(seed, returns_case(seed, name), folder).run()
 
-    torch.set_num_threads(1)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return run_virtual(main(Path(folder)))
-    except Deadlock as error:
-        return SeedReport(seed, [str(error)], collections.Counter(), 0, "")
+    with tempfile.TemporaryDirectory() as folder:
+        return report_of(seed, main(Path(folder)))

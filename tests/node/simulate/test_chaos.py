@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+from functools import partial
 
 import pytest
 
@@ -17,6 +18,7 @@ from farflock.node.simulate.chaos import (
     run_seeds,
 )
 from farflock.node.simulate.chaos_methods import PAIR_PHASES, PHASES, case_of
+from farflock.node.simulate.standstill import moving_clock
 from farflock.swarm.sim.virtual_time import Deadlock, run_virtual
 
 EXACT, GATHERS, SILENT, PAIRS = 0, 1, 16, 43  # seeds
@@ -217,6 +219,19 @@ def test_a_swarm_that_hangs_for_ever_is_a_violation_of_its_seed(monkeypatch):
     assert "give the wait a deadline" in report.violations[0]
     with pytest.raises(Deadlock):
         run_virtual(hang(None))
+
+
+def test_a_swarm_whose_clock_stands_still_is_a_violation_of_its_seed(monkeypatch):
+    async def at_once():
+        pass
+
+    async def spin(disaster):
+        while True:
+            await at_once()
+
+    monkeypatch.setattr(Chaos, "run", spin)
+    monkeypatch.setattr(chaos, "moving_clock", partial(moving_clock, 0.05))
+    assert "the clock shows 0 s for 0.05 s of computing" in run_seed(5).violations[0]
 
 
 def test_reports_come_in_the_order_of_seeds(monkeypatch):
