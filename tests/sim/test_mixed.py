@@ -11,9 +11,9 @@ from worlds.waiting import until
 
 from farflock.node.model.llama import build
 from farflock.node.pipeline.passes.stage import Stage
-from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.simulate.lives import identity_of
 from farflock.node.simulate.pipeline import PipelineWorld, parts
+from farflock.swarm.paths.policy import NUMBERS
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 

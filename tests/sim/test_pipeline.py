@@ -16,10 +16,10 @@ from worlds.waiting import until
 from farflock.node.model.llama import build
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST
-from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.run.terms import ServerTerms, TrainerTerms
 from farflock.node.simulate.lives import identity_of
 from farflock.node.simulate.pipeline import PeerRole, PipelineSimulation, PipelineWorld, parts
+from farflock.swarm.paths.policy import NUMBERS
 from farflock.swarm.sim.network import Faults, LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 

@@ -27,7 +27,7 @@ ROOMS = ("node", "swarm", "optimizers", "compression")
 def traced_update(monkeypatch):
     """The trace of round `ROUND` of a DiLoCo run of three peers."""
     trace, open_updates = Trace(ROOMS, marked=False), set()
-    due, apply, unpack, call = DiLoCo.due, Loop._apply, peer.unpack, compute.Worker.__call__
+    due, apply, unpack, call = DiLoCo.due, Loop.apply, peer.unpack, compute.Worker.__call__
 
     def marked_due(self, replica, progress):
         exchanges = due(self, replica, progress)
@@ -52,7 +52,7 @@ def traced_update(monkeypatch):
         return frame
 
     monkeypatch.setattr(DiLoCo, "due", marked_due)
-    monkeypatch.setattr(Loop, "_apply", marked_apply)
+    monkeypatch.setattr(Loop, "apply", marked_apply)
     monkeypatch.setattr(peer, "unpack", marked_unpack)
     monkeypatch.setattr(
         compute.Worker, "__call__", lambda self, work: call(self, trace.carried(work))

@@ -34,7 +34,6 @@ from farflock.node.pipeline.passes.requests import (
 )
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.passes import BackwardResult
-from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.run.policies import lane_of, policy_of
 from farflock.node.run.split import even
 from farflock.node.run.terms import PipelinePlan, RunPlan, ServerTerms, TrainerTerms
@@ -43,7 +42,7 @@ from farflock.node.simulate.pipeline import PipelineSimulation
 from farflock.node.train import microbatch_ids as notes
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
-from farflock.swarm.paths.policy import Microbatch
+from farflock.swarm.paths.policy import NUMBERS, Microbatch
 from farflock.swarm.sim.virtual_time import run_virtual
 
 MODEL = ModelConfig(

@@ -12,8 +12,9 @@ from farflock.node.pipeline.full_replica import FullTrainer, LocalStage
 from farflock.node.pipeline.passes.graphs import KeptGraphs
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST
-from farflock.node.pipeline.trainer.in_flight import NUMBERS, MicrobatchSource
+from farflock.node.pipeline.trainer.in_flight import MicrobatchSource
 from farflock.node.run.split import even
+from farflock.swarm.paths.policy import NUMBERS
 from farflock.swarm.sim.virtual_time import run_virtual
 
 MODEL = ModelConfig(

@@ -5,8 +5,8 @@ import asyncio
 from worlds.pipeline_audit import TEXT, pipeline, plan
 from worlds.waiting import until
 
-from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.simulate.pipeline import PipelineSimulation, PipelineWorld, parts
+from farflock.swarm.paths.policy import NUMBERS
 from farflock.swarm.sim.virtual_time import run_virtual
 
 TRAINER, BATCH, ENDLESS = 2, 8, 10**9
