@@ -377,9 +377,11 @@ class Terms(_Message, frozen=True, tag="terms"):
 
 
 class StateQuery(_Message, frozen=True, tag="state?"):
-    """A request for the snapshot that the receiver can serve."""
+    """A request for the snapshot that the receiver can serve. One that was taken before the end of
+    `min_round` is of no use to the sender."""
 
     stream: Name
+    min_round: Annotated[int, msgspec.Meta(ge=-1, le=2**62)] = -1
 
 
 class StateOffer(_Message, frozen=True, tag="state"):

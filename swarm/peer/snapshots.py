@@ -203,7 +203,12 @@ class Snapshots:
             self._take_offer(sender, message)
         elif (served := self._states.by_name.get(message.stream)) is not None:
             served.note_mark()
-            ready = served.versions.to_offer(sender, self._context.now(), self._states.is_fresh)
+            touched, min_round = self._context.touched, message.min_round
+            ready = served.versions.to_offer(
+                *(sender, self._context.now(), self._states.is_fresh),
+                # where no round has passed since, another one would be no newer
+                lambda version: version.offer.round >= min_round or version.touched == touched,
+            )
             askers = self._askers.get(message.stream)
             if ready is not None:
                 self._send_offer(sender, ready)
@@ -384,7 +389,7 @@ class Snapshots:
         while not download.offers:
             asked = self._members(download.wanted.stage)
             for peer in asked:
-                self._context.send(peer, StateQuery(download.name))
+                self._context.send(peer, StateQuery(download.name, download.wanted.min_round))
             # one that offered a false state makes another after a while
             since_s = self._context.now() - KEEP_S / 3
             hopeful = [

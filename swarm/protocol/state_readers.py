@@ -85,21 +85,26 @@ class StateVersions:
                 del version.readers[peer]
 
     def to_offer(
-        self, asker: PeerId, now_s: float, is_fresh: Callable[[StateVersion], bool]
+        self,
+        asker: PeerId,
+        now_s: float,
+        is_fresh: Callable[[StateVersion], bool],
+        suits: Callable[[StateVersion], bool] = lambda version: True,
     ) -> StateVersion | None:
         """Return the version to offer, which the asker reads from now on; None if one is to be
-        made."""
+        made. What an earlier life of the asker reads need not suit this one."""
         self.expire(now_s)
         for version in self.kept:
             good = not version.stale and (self.rounds is not None or is_fresh(version))
-            if asker in version.readers and good:
+            if asker in version.readers and good and suits(version):
                 return version
             version.readers.pop(asker, None)
         newest = self.kept[-1] if self.kept else None
         if newest is None or newest.stale:
             return None
         all_read = len(self.kept) == MAX_VERSIONS and all(each.readers for each in self.kept)
-        if not (self.is_near(newest) and is_fresh(newest)) and not all_read:
+        is_good = self.is_near(newest) and is_fresh(newest) and suits(newest)
+        if not is_good and not all_read:
             return None
         if len(newest.readers) < MAX_READERS:
             newest.readers[asker] = StateReader(now_s, now_s)

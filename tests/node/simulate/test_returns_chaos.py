@@ -67,6 +67,22 @@ def test_a_seed_that_failed_once(seed):
     assert run_returns_seed(seed).violations == []
 
 
+def test_a_founder_of_two_that_is_rebooted_again_and_again_is_back_as_soon_each_time(tmp_path):
+    took_s = []
+
+    async def main(chaos):
+        for _ in range(3):
+            await asyncio.sleep(10.0)
+            await chaos.homes.kill(0)
+            await asyncio.sleep(5.0)
+            chaos.homes.start(0)
+            took_s.append(await chaos.together("a reboot"))
+
+    arm = returns_case(SMALL[0], "diloco").arm
+    assert disaster(SMALL[0], tmp_path, main, arm=arm, peers=2) == []
+    assert max(took_s) < 15.0
+
+
 def test_peers_that_stay_apart_are_a_violation(tmp_path, monkeypatch):
     async def main(chaos):
         monkeypatch.setattr(returns_chaos, "ONE_CHAIN_S", 20.0)
