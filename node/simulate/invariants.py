@@ -75,7 +75,7 @@ class InvariantChecker:
         self._applied: set[tuple[LifeId, RoundId]] = set()  # rounds in each life's state
         self._rounds: set[RoundId] = set()
         self._closes: dict[RoundId, tuple[tuple[str, ...], int]] = {}  # participants, agreed tokens
-        self._counted: Counter[LifeId] = Counter()  # tokens in close lists
+        self._counted: dict[RoundId, Mapping[LifeId, int]] = {}  # tokens in close lists
         self._trained: Counter[LifeId] = Counter()
         self._times: list[tuple[float, str, str]] = []  # applied rounds: time, peer, stream
         self._feedback: dict[LifeId, _Feedback] = {}
@@ -311,9 +311,10 @@ class InvariantChecker:
             self.violate(
                 f"{named(key)} has {result.tokens} tokens after {last[1]} and {list(mine.values())}"
             )
-        self._counted.update(mine)
+        self._counted[key] = mine
         for life in mine:
-            tokens, trained = self._counted[life], self._trained[life]
+            tokens = sum(each.get(life, 0) for each in self._counted.values())
+            trained = self._trained[life]
             if tokens > trained:
                 self.violate(f"{tokens} tokens of {life} count, but it has trained {trained}")
 

@@ -69,6 +69,9 @@ class ReturnsChecker(InvariantChecker):
 
     def is_again(self, life: LifeId, key: RoundId) -> bool:
         """True if a life has offered this round of its line before."""
+        peer = self._at.get(life)
+        if peer is not None and peer.branching.adrift:
+            return False  # of a chain that this life has given up: it is sent to nobody
         offered = life, self.place(life, *key)
         again = offered in self._offered
         self._offered.add(offered)
@@ -220,9 +223,19 @@ class ReturnsChecker(InvariantChecker):
             if view.hash in self._parents:
                 continue
             self._views[view.hash], self._parents[view.hash] = view, before
+            if view.parts_from(before):
+                self._give_up(before, view.first_round)
             if view.previous == before.return_mark:
                 self.returns.append(view)
                 self._check_return(before, view)
+
+    def _give_up(self, before: View, first: int) -> None:
+        """Count no tokens of the line of a view from this round on: it goes on in another line, to
+        which whoever lives on brings the same work."""
+        line = f"/{self._line(before).hex()[:6]}"
+        for stream, number in list(self._counted):
+            if stream.endswith(line) and number >= first:
+                del self._counted[stream, number]
 
     def _check_return(self, parent: View, made: View) -> None:
         """Check a return that somebody has just learned of, before anybody acts in it."""

@@ -47,7 +47,8 @@ class Scene:
     def life(self, number, member, chain):
         """A life that knows these views, and has them on its disk."""
         context = SimpleNamespace(chain=chain)
-        peer = SimpleNamespace(me=PEERS[number], context=context)
+        self.branching = SimpleNamespace(adrift=frozenset())
+        peer = SimpleNamespace(me=PEERS[number], context=context, branching=self.branching)
         home = SimpleNamespace(
             number=number,
             birth=member.incarnation,
@@ -63,7 +64,7 @@ class Scene:
         home.session.peer.context.chain = chain
         self.watch.kept(home, chain)
 
-    def counts(self, home, number, value=1.0, tokens=2 * TOKENS, agreed=None):
+    def counts(self, home, number, value=1.0, tokens=2 * TOKENS, agreed=None, steps=2):
         """A life trains, offers its work to a round and alone is counted in it."""
         peer, key = home.session.peer, ExchangeKey("delta", number)
         mean = {"w": torch.full((2,), value)}
@@ -72,7 +73,7 @@ class Scene:
         client = SimpleNamespace(encode=lambda exchange, claim: None)
         client.decode = lambda key, outcome, payloads=(): result
         self.watch.exchange_client(peer, home.number, home.birth, self.driver, client)
-        for _ in range(2):
+        for _ in range(steps):
             self.watch.reported(home.number, home.birth, self.driver, "step", {})
         client.encode(Exchange(key, "mean", All(), mean, codec="fp32"), Claim(tokens))
         client.decode(key, None, (b"payload",))
@@ -180,6 +181,32 @@ def test_a_round_has_one_content_in_each_line_and_tokens_go_on_from_the_line_bef
     require_one(
         violations(lambda scene: main(scene, 3.0, 180)), "has 180 tokens after 140 and [20]"
     )
+
+
+def test_work_of_a_round_that_a_return_gave_up_counts_again_and_no_other_work_does():
+    async def main(scene, *more):
+        chain = chain_of()
+        home = scene.life(0, MEMBERS[0], chain)
+        for number in (5, 6, 7):  # the last one is given up
+            scene.counts(home, number)
+        scene.living.clear()
+        scene.learns(home, returned(chain, (MEMBERS[0], *BACK[1:])))
+        for number in (7, *more):
+            scene.counts(home, number, 3.0, agreed=20 * (number + 1), steps=0)
+
+    assert violations(main) == []
+    require_one(violations(lambda scene: main(scene, 8)), "80 tokens of ")
+
+
+def test_what_is_of_a_chain_that_a_life_has_given_up_is_no_offer():
+    async def main(scene, adrift):
+        home = scene.life(0, MEMBERS[0], chain_of())
+        for streams in (adrift, ()):
+            scene.branching.adrift = streams
+            scene.counts(home, 5)
+
+    assert violations(lambda scene: main(scene, ("delta",))) == []
+    require_one(violations(lambda scene: main(scene, ())), "twice: the key was used again")
 
 
 def test_what_a_life_that_the_view_does_not_list_has_sent_does_not_count():
