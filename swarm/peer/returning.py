@@ -5,8 +5,10 @@ lives, go on together (docs/decisions/039-a-return.md).
 import asyncio
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
+
+import msgspec
 
 from farflock.swarm.identity import Identity, verify
 from farflock.swarm.links import PeerId
@@ -69,6 +71,7 @@ class Returning:
         self._since_s = self._sent_s = -1e9
         self._random = random.Random(f"{context.seed}/{context.me}/return")
         self._petition: Petition | None = None
+        self._lead = 0  # rounds by which a return of pairs begins ahead of all
         self._signed: tuple[bytes, PeerId, float] = (b"", "", -1e9)  # (hash, for whom, when)
 
     @property
@@ -105,6 +108,7 @@ class Returning:
             return
         if self._roll is None or self._roll.view.hash != view.hash:
             self._roll, self._petition, self._since_s = RollCall(view), None, now_s
+            self._lead = 0
         roll, mine = self._roll, self._answer(view)
         roll.hear(Member(self._context.me, self._context.incarnation, mine.stage), mine.held, now_s)
         if now_s - self._sent_s >= ROLL_EVERY_S:
@@ -206,7 +210,7 @@ class Returning:
         if self._context.me not in staying:
             return
         turn_s = ASK_OUTSIDE_S + STEP_IN_S * staying.index(self._context.me)
-        view = return_of(parent, roll.here(now_s).values(), gone, begins)
+        view = return_of(parent, roll.here(now_s).values(), gone, self._ahead(begins))
         if now_s - self._since_s < turn_s or not self._can_sign(roll, view, now_s):
             return
         petition = self._petition
@@ -233,15 +237,34 @@ class Returning:
             return False
         held = {each.axis: each for each in self._held()}
         return self._context.own.is_open and all(
-            place in held and self._begins_here(view, held[place]) for place in self._mine()
+            self._begins_here(view, place, held.get(place)) for place in self._mine()
         )
 
-    def _begins_here(self, view: View, held: HeldState) -> bool:
+    def _ahead(self, begins: Mapping[int, HeldState]) -> dict[int, HeldState]:
+        """Return where the next petition's return begins. In pairs all train on until it is made,
+        each in rounds of its own: where they have passed the round of a petition before all have
+        signed, the next one is farther ahead."""
+        found = dict(begins)
+        for place, held in begins.items():
+            stage = axes.stage_on(place)
+            if change(self._rounds.streams, stage):
+                continue
+            asked = self._petition.view.begins if self._petition is not None else ()
+            first = axes.at(asked, stage) if asked else held.first
+            if first < held.first:
+                self._lead = 2 * self._lead + 1
+                first = held.first + self._lead
+            found[place] = msgspec.structs.replace(held, first=first)
+        return found
+
+    def _begins_here(self, view: View, place: int, held: HeldState | None) -> bool:
         """True if a return begins with this state, and no later round is here."""
-        place, stage = held.axis, axes.stage_on(held.axis)
+        stage = axes.stage_on(place)
         begins, streams = axes.at(view.begins, stage), self._rounds.streams
         if not change(streams, stage):  # in pairs each has a state and rounds of its own
-            return held.first <= begins
+            return held is None or held.first <= begins
+        if held is None:
+            return False
         mine = held.first, first_open(streams, stage), held.state
         return mine == (begins, begins, view.state(place))
 

@@ -58,7 +58,9 @@ def _without_founder(name: str, swarm: HostedSwarm) -> Seconds:
     swarm.start_again(others[1])
     time.sleep(APART_S)
     swarm.start_again(others[0])
-    return {name: swarm.seconds(others, are_counted, LIMIT_S)}
+    seconds = swarm.seconds(others, are_counted, LIMIT_S)
+    swarm.start_again(founder)  # for another run
+    return {name: seconds}
 
 
 def _play(
