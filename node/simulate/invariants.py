@@ -76,6 +76,7 @@ class InvariantChecker:
         self._rounds: set[RoundId] = set()
         self._closes: dict[RoundId, tuple[tuple[str, ...], int]] = {}  # participants, agreed tokens
         self._counted: dict[RoundId, Mapping[LifeId, int]] = {}  # tokens in close lists
+        self._credit: Counter[LifeId] = Counter()  # the same of all rounds
         self._trained: Counter[LifeId] = Counter()
         self._times: list[tuple[float, str, str]] = []  # applied rounds: time, peer, stream
         self._feedback: dict[LifeId, _Feedback] = {}
@@ -312,9 +313,9 @@ class InvariantChecker:
                 f"{named(key)} has {result.tokens} tokens after {last[1]} and {list(mine.values())}"
             )
         self._counted[key] = mine
+        self._credit.update(mine)
         for life in mine:
-            tokens = sum(each.get(life, 0) for each in self._counted.values())
-            trained = self._trained[life]
+            tokens, trained = self._credit[life], self._trained[life]
             if tokens > trained:
                 self.violate(f"{tokens} tokens of {life} count, but it has trained {trained}")
 

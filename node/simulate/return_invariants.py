@@ -235,7 +235,7 @@ class ReturnsChecker(InvariantChecker):
         line = f"/{self._line(before).hex()[:6]}"
         for stream, number in list(self._counted):
             if stream.endswith(line) and number >= first:
-                del self._counted[stream, number]
+                self._credit.subtract(self._counted.pop((stream, number)))
 
     def _check_return(self, parent: View, made: View) -> None:
         """Check a return that somebody has just learned of, before anybody acts in it."""

@@ -83,7 +83,10 @@ class OwnHeldState:
         return min((rounds[each.key.stream] + each.stride for each in streams), default=0)
 
     def _now(self) -> HeldState | None:
-        """Return what this node holds; None until it is hashed, which begins now."""
+        """Return what this node holds; None until it is hashed, which begins now. Where members'
+        states differ, as in pairs, nothing is hashed, so it is known at once."""
+        if not self._is_exact:
+            return replace(self._after_rounds(b""), under=self.under)
         if self._held_at == self._driver.position.rounds:
             return replace(self._held, under=self.under)
         if not self._is_hashing:
@@ -97,8 +100,14 @@ class OwnHeldState:
 
     def _hashed(self) -> tuple[HeldState, dict[str, int]]:
         """Hash the state, if all members' are equal, in the worker that applies results."""
-        position = self._driver.position
-        is_exact = self._driver.method.equality == "exact"
-        state = state_hash(self._read()) if is_exact else b""
-        held = HeldState(self._first_open(), state, position.agreed_tokens, axis=self.axis)
-        return held, position.rounds
+        rounds = self._driver.position.rounds
+        return self._after_rounds(state_hash(self._read()) if self._is_exact else b""), rounds
+
+    def _after_rounds(self, state: bytes) -> HeldState:
+        """Return what is held after the rounds that are in a state with this hash."""
+        tokens = self._driver.position.agreed_tokens
+        return HeldState(self._first_open(), state, tokens, axis=self.axis)
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._driver.method.equality == "exact"

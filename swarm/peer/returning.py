@@ -34,6 +34,8 @@ ROLL_EVERY_S = 1.0  # several fit into the time for which an answer counts
 # Before a key signs a return, it asks the peers that it knows outside the view for a later one.
 ASK_OUTSIDE_S = 5.0
 SETTLED_EVERY_S = 0.2
+# A return of pairs begins at most so many rounds ahead of them, however often they pass it.
+MAX_LEAD = 1000
 
 
 class Chains(Protocol):
@@ -237,7 +239,7 @@ class Returning:
             return False
         held = {each.axis: each for each in self._held()}
         return self._context.own.is_open and all(
-            self._begins_here(view, place, held.get(place)) for place in self._mine()
+            place in held and self._begins_here(view, held[place]) for place in self._mine()
         )
 
     def _ahead(self, begins: Mapping[int, HeldState]) -> dict[int, HeldState]:
@@ -252,19 +254,17 @@ class Returning:
             asked = self._petition.view.begins if self._petition is not None else ()
             first = axes.at(asked, stage) if asked else held.first
             if first < held.first:
-                self._lead = 2 * self._lead + 1
+                self._lead = min(2 * self._lead + 1, MAX_LEAD)
                 first = held.first + self._lead
             found[place] = msgspec.structs.replace(held, first=first)
         return found
 
-    def _begins_here(self, view: View, place: int, held: HeldState | None) -> bool:
+    def _begins_here(self, view: View, held: HeldState) -> bool:
         """True if a return begins with this state, and no later round is here."""
-        stage = axes.stage_on(place)
+        place, stage = held.axis, axes.stage_on(held.axis)
         begins, streams = axes.at(view.begins, stage), self._rounds.streams
         if not change(streams, stage):  # in pairs each has a state and rounds of its own
-            return held is None or held.first <= begins
-        if held is None:
-            return False
+            return held.first <= begins
         mine = held.first, first_open(streams, stage), held.state
         return mine == (begins, begins, view.state(place))
 

@@ -42,6 +42,9 @@ MAX_DISTRUSTED = 64  # bad snapshots remembered; the oldest is forgotten first
 # many rounds have begun since, or for so long.
 KEEP_ROUNDS = 4
 KEEP_S = 30.0
+# Another one is made for a peer that refuses the present one, or that says it is of no use, once
+# that is so old.
+REMADE_S = 10.0
 RENEW_S = READS_S / 3  # between two signs of life of a reader that asks for nothing
 
 
@@ -203,11 +206,11 @@ class Snapshots:
             self._take_offer(sender, message)
         elif (served := self._states.by_name.get(message.stream)) is not None:
             served.note_mark()
-            touched, min_round = self._context.touched, message.min_round
             ready = served.versions.to_offer(
-                *(sender, self._context.now(), self._states.is_fresh),
-                # where no round has passed since, another one would be no newer
-                lambda version: version.offer.round >= min_round or version.touched == touched,
+                sender,
+                self._context.now(),
+                self._states.is_fresh,
+                lambda version: self._suits(version, message.min_round),
             )
             askers = self._askers.get(message.stream)
             if ready is not None:
@@ -217,6 +220,14 @@ class Snapshots:
                 self._context.spawn(self._make(message.stream))
             elif len(askers) < MAX_ASKERS:
                 askers.add(sender)
+
+    def _suits(self, version: StateVersion, min_round: int) -> bool:
+        """Return whether to offer a version to a peer to which states before a round are of no use.
+        Where no round has passed since it was made, another one would be no newer; and no peer
+        makes this one copy its state more often than now and then."""
+        is_new = version.touched == self._context.touched
+        is_young = self._context.now() - version.made_s < REMADE_S
+        return version.offer.round >= min_round or is_new or is_young
 
     def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
         """Note an offer, unless it is unsolicited, distrusted, stale, or of an unknown view.
@@ -391,7 +402,7 @@ class Snapshots:
             for peer in asked:
                 self._context.send(peer, StateQuery(download.name, download.wanted.min_round))
             # one that offered a false state makes another after a while
-            since_s = self._context.now() - KEEP_S / 3
+            since_s = self._context.now() - REMADE_S
             hopeful = [
                 peer
                 for peer in asked

@@ -26,6 +26,7 @@ from farflock.swarm.peer.snapshots import (
     KEEP_S,
     MAX_ASKERS,
     MAX_DISTRUSTED,
+    REMADE_S,
     SETTLE_S,
     Snapshot,
 )
@@ -416,6 +417,16 @@ async def test_a_later_question_gets_the_snapshot_in_download_until_it_is_too_ol
     assert (await world.joiner.fetch()).round == 2
     host.snapshots.serve(NAME, provide)
     assert (await world.joiner.fetch()).round == 3, "a new state is served at once"
+
+
+@in_a_world
+async def test_a_peer_to_which_each_state_is_too_old_has_one_made_only_now_and_then(world):
+    host = world.peer("a").serve(snapshot(7))
+    for second in range(60):
+        host.context.floor = (second // 5,)
+        host.snapshots.receive(world.joiner.name, StateQuery(NAME, 2**62))
+        await asyncio.sleep(1.0)
+    assert 60 / KEEP_S <= host.built <= 60 / REMADE_S
 
 
 @in_a_world

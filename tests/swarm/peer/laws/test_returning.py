@@ -12,8 +12,9 @@ from worlds.waiting import now, until
 
 from farflock.swarm.frame import Frame, unpack
 from farflock.swarm.messages import HeldState, ReturnAsk, ReturnSign, Roll, Views
+from farflock.swarm.peer.returning import MAX_LEAD
 from farflock.swarm.peer.snapshots import SnapshotUnavailable
-from farflock.swarm.protocol import views
+from farflock.swarm.protocol import axes, views
 
 BACK_S = 60.0
 
@@ -218,6 +219,41 @@ async def test_pairs_come_back_with_a_state_of_their_own_each(herd):
     await until(lambda: is_one(herd, 0, 1), BACK_S, "one view")
     moment_s = now()
     await until(lambda: has_served_since(herd, moment_s, 0, 1), BACK_S, "a round")
+
+
+@homes(3, group=2)
+async def test_pairs_whose_rounds_are_short_sign_a_return_that_begins_ahead_of_them(herd):
+    """The survivor trains on; between two answers of a key it ends many rounds."""
+    herd.pace_s = 0.1
+    await asyncio.sleep(10)
+    kill(herd, 0, 2)
+    await asyncio.sleep(1)
+    for number in (0, 2):
+        herd.start(number)
+    await until(lambda: is_one(herd, 0, 1, 2), BACK_S, "one view")
+    moment_s = now()
+    await until(lambda: has_served_since(herd, moment_s, 0, 1, 2), BACK_S, "a round")
+    assert len(herd.check_returns()) == 1
+
+
+@homes(2, group=2)
+async def test_a_return_of_pairs_is_never_farther_ahead_than_its_limit_whatever_a_liar_says(herd):
+    """The other key says each second that it has passed the return that it is asked to sign."""
+    asker, ahead, said = herd.nodes[1], [], [1000]
+
+    def lie(at_s, sender, to, packed):
+        message = unpack(packed).message
+        if isinstance(message, ReturnAsk):
+            first = axes.at(views.decode_view(message.view).begins, None)
+            ahead.append(first - said[-1])
+            said.append(first + 1)
+        return packed if sender == asker.id else None  # of itself, the liar says nothing
+
+    herd.network.tap, newest = lie, asker.view.hash
+    for _ in range(90):
+        told(herd, 1, 0, Roll(newest, -1, (HeldState(said[-1], under=newest),)), life=1000)
+        await asyncio.sleep(1)
+    assert max(ahead) == MAX_LEAD
 
 
 @homes(3)
