@@ -21,6 +21,8 @@ APART_S = 3.0  # between the starts of two that come back
 REPRO = "e28b7fbf, found/03: none in 200 s"
 TWO, THREE = Setting(nodes=2), Setting(nodes=3)
 STAGES = Setting(nodes=6, stages=3, step_s=1.0)
+TWO_PROGRAMS = Setting(nodes=2, programs=True)
+THREE_PROGRAMS = Setting(nodes=3, programs=True)
 
 
 def _ended(name: str, places: Sequence[int], swarm: HostedSwarm) -> Seconds:
@@ -76,6 +78,13 @@ def _play(
 
 
 UNTIL = "until a round of all, from the start of the last one"
+
+
+def _program(name: str, what: str, places: Sequence[int], setting: Setting) -> Play:
+    """Return the row of programs that train with `SwarmOptimizer`."""
+    return _play(f"program-{name}", f"SwarmOptimizer: {what}: {UNTIL}", places, setting)
+
+
 PLAYS = (
     _play("founder", f"the founder of two is rebooted: {UNTIL}", [0], TWO, NEVER, REPRO),
     _play("joiner", f"the joiner of two is rebooted: {UNTIL}", [1], TWO, 14.0, "e28b7fbf, once"),
@@ -98,4 +107,9 @@ PLAYS = (
         [5, 4, 3, 2, 1, 0],
         STAGES,
     ),
+    _program("founder", "the founder of two is rebooted", [0], TWO_PROGRAMS),
+    _program("joiner", "the joiner of two is rebooted", [1], TWO_PROGRAMS),
+    _program("both", "both of two, the founder first", [0, 1], TWO_PROGRAMS),
+    _program("both-reversed", "both of two, the joiner first", [1, 0], TWO_PROGRAMS),
+    _program("power", "a power cut of three, who start in reverse", [2, 1, 0], THREE_PROGRAMS),
 )

@@ -26,7 +26,7 @@ from farflock.experiments.measure.metric import NotMeasured
 from farflock.node.process.brake import BRAKE
 
 NEVER = -1.0
-WORKER = "farflock.experiments.bench.workers.hosted_node"
+WORKERS = "farflock.experiments.bench.workers"
 LINE_BITS = 1e8
 START_TIMEOUT_S = 300.0  # of one node, on a machine that does other things too
 LOOK_EVERY_S = 0.05
@@ -66,7 +66,8 @@ class Setting:
     """The number of nodes that train together, and of hosts on which nothing runs yet; the seconds
     between two rounds, those after which a round closes without whom it waits for, and those that a
     local step takes at least; the size of the last node's disk (0: what this machine has); the
-    stages of the model (0: it is whole, and rounds are not by the clock), and its preset."""
+    stages of the model (0: it is whole, and rounds are not by the clock), and its preset; and
+    whether the nodes are programs with a model of their own."""
 
     nodes: int = 4
     spares: int = 0
@@ -76,6 +77,7 @@ class Setting:
     step_s: float = 0.1
     disk_bytes: int = 0
     preset: str = "tiny"
+    programs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,9 @@ class Round:
 class HostedNode:
     """One node: its host, its folder, and the command that runs there, if it does."""
 
-    def __init__(self, host: Host, folder: Path, step_s: float) -> None:
+    def __init__(self, host: Host, folder: Path, setting: Setting) -> None:
         self.host, self.folder, self.address = host, folder, host.address
+        self.worker = f"{WORKERS}.{'hosted_program' if setting.programs else 'hosted_node'}"
         self.rounds: list[Round] = []
         self.process: subprocess.Popen[bytes] | None = None
         self._read = 0  # bytes of its receipts
@@ -99,7 +102,7 @@ class HostedNode:
         self.files = folder / "node"  # the node's own
         self.brake, self.clock = folder / "brake.txt", folder / "clock.txt"
         self.disk = folder / "disk.txt"  # while it is there, bytes per second
-        self.brake.write_text(str(step_s))
+        self.brake.write_text(str(setting.step_s))
 
     @property
     def name(self) -> str:
@@ -113,7 +116,7 @@ class HostedNode:
         named = {name: str(path) for name, path in files.items()}
         with (self.folder / "log.txt").open("ab") as log:
             self.process = subprocess.Popen(
-                [*self.host.prefix, sys.executable, "-m", WORKER, *words, *place],
+                [*self.host.prefix, sys.executable, "-m", self.worker, *words, *place],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -380,7 +383,7 @@ def hosted_swarm(setting: Setting) -> Iterator[HostedSwarm]:
         text = RUN + (STAGED if setting.stages else WHOLE)
         (folder / "run.toml").write_text(text.format(**dataclasses.asdict(setting)))
         everyone = [
-            HostedNode(place, folder / f"node-{number}", setting.step_s)
+            HostedNode(place, folder / f"node-{number}", setting)
             for number, place in enumerate(places)
         ]
         nodes, spares = everyone[: setting.nodes], everyone[setting.nodes :]

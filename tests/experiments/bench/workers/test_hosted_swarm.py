@@ -15,6 +15,7 @@ from farflock.experiments.bench.workers.hosted_swarm import (
     NEVER,
     HostedNode,
     HostedSwarm,
+    Setting,
 )
 from farflock.experiments.bench.workers.netns import Host, NoHosts, hosts
 
@@ -28,7 +29,9 @@ class Folder:
 
     def __init__(self, tmp_path, monkeypatch, count=2):
         self.now_s, self.coming = 100.0, []
-        nodes = [HostedNode(Host(), tmp_path / f"node-{number}", 0.1) for number in range(count)]
+        nodes = [
+            HostedNode(Host(), tmp_path / f"node-{number}", Setting()) for number in range(count)
+        ]
         for node in nodes:
             (node.folder / "node").mkdir()
             (node.folder / "node/status.json").write_text(json.dumps({"peer": node.name}))
