@@ -8,7 +8,12 @@ import pytest
 
 from farflock.experiments.bench.faults import PLAYS
 from farflock.experiments.bench.plays import lines, machines, returns
-from farflock.experiments.bench.workers.hosted_swarm import NEVER, HostedNode, HostedSwarm
+from farflock.experiments.bench.workers.hosted_swarm import (
+    NEVER,
+    HostedNode,
+    HostedSwarm,
+    Setting,
+)
 from farflock.experiments.bench.workers.netns import Host
 
 
@@ -16,7 +21,7 @@ class Node(HostedNode):
     """A node that does nothing, and notes what is done to it."""
 
     def __init__(self, number, folder):
-        super().__init__(Host(f"10.78.0.{number + 1}"), folder / f"node-{number}", 0.1)
+        super().__init__(Host(f"10.78.0.{number + 1}"), folder / f"node-{number}", Setting())
         self.files.mkdir()
         (self.files / "status.json").write_text(json.dumps({"peer": self.name, "invite": "x"}))
         self.done, self.is_stopped, self.runs = [], False, True

@@ -127,7 +127,7 @@ def test_a_deafened_host_hears_nothing_of_another_one_until_it_hears_again(tmp_p
             places = stack.enter_context(hosts(2, 1e8))
         except NoHosts as why:
             pytest.skip(str(why))
-        a, b = (HostedNode(place, tmp_path / place.address, 0.1) for place in places)
+        a, b = (HostedNode(place, tmp_path / place.address, Setting()) for place in places)
         swarm = HostedSwarm([a, b], tmp_path)
         listener = subprocess.Popen(
             [*b.host.prefix, sys.executable, "-c", HEARD], stdout=subprocess.PIPE
