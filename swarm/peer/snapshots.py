@@ -397,10 +397,12 @@ class Snapshots:
 
     async def _gather_offers(self, download: StateDownload) -> None:
         download.offers = {}
+        # of streams whose rounds are far apart, the one before the first is below -1
+        query = StateQuery(download.name, max(download.wanted.min_round, -1))
         while not download.offers:
             asked = self._members(download.wanted.stage)
             for peer in asked:
-                self._context.send(peer, StateQuery(download.name, download.wanted.min_round))
+                self._context.send(peer, query)
             # one that offered a false state makes another after a while
             since_s = self._context.now() - REMADE_S
             hopeful = [

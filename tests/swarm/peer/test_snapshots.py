@@ -159,6 +159,7 @@ async def test_older_states_than_the_log_leads_on_from_are_not_taken_however_man
     world.peer("d").serve(snapshot(20, b"new"))
     assert await world.joiner.fetch() == snapshot(4, b"old")
     assert await world.joiner.fetch(min_round=12) == snapshot(20, b"new")
+    assert await world.joiner.fetch(min_round=-3) == snapshot(4, b"old"), "of a stride of three"
     with pytest.raises(SnapshotUnavailable):
         await world.joiner.fetch(timeout_s=4.0, min_round=21)
 
