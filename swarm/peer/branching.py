@@ -29,6 +29,7 @@ from farflock.swarm.peer.snapshots import Snapshots
 from farflock.swarm.protocol import axes, branches, views
 from farflock.swarm.protocol.branches import Fork, Petition, Solitude
 from farflock.swarm.protocol.quorum import is_quorum
+from farflock.swarm.protocol.returns import fits
 from farflock.swarm.protocol.views import BadView, Certified, Chain
 
 RESEND_S = 1.0  # petitions may be lost; several repetitions fit into `SIGNATURE_TIMEOUT_S`
@@ -260,12 +261,15 @@ class Branching:
     # two chains meet
 
     def _tokens(self) -> int:
-        """Return the agreed tokens of this peer's chain."""
+        """Return the agreed tokens of this peer's chain; while it waits for the others with a state
+        of its last life, those of that state: a chain that somebody began anew has fewer."""
         if self.adrift:
             return self._believed_tokens
-        agreed = [self._rounds.tokens(name) for name in self._rounds.names]
-        mine = max(agreed) if agreed else self._context.own.tokens()
-        return max(self._believed_tokens, mine)
+        own, agreed = self._context.own, [self._rounds.tokens(name) for name in self._rounds.names]
+        kept = () if own.is_open else own.states()
+        mine = max(agreed) if agreed else own.tokens()
+        fitting = (held.tokens for held in kept if fits(self._context.views, held))
+        return max(self._believed_tokens, mine, *fitting)
 
     def _look_out(self, now_s: float) -> None:
         """Ask some peers outside our view for their chain, every `PROBE_EVERY_S`.

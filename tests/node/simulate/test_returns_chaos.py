@@ -1,10 +1,12 @@
 """Disasters of returns: a seed decides everything, and each check finds what it is there for."""
 
 import asyncio
+import shutil
 from dataclasses import replace
 
 import pytest
 
+from farflock.node.assembly.checkpoints import last_of
 from farflock.node.simulate import returns_chaos
 from farflock.node.simulate.returns_chaos import (
     COMING_BACK,
@@ -12,6 +14,7 @@ from farflock.node.simulate.returns_chaos import (
     returns_case,
     run_returns_seed,
 )
+from farflock.node.state.paths import RunFolder
 from farflock.optimizers.catalog import METHODS
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -83,6 +86,33 @@ def test_a_founder_of_two_that_is_rebooted_again_and_again_is_back_as_soon_each_
     arm = returns_case(SMALL[0], "diloco").arm
     assert disaster(SMALL[0], tmp_path, main, arm=arm, peers=2) == []
     assert max(took_s) < 15.0
+
+
+def test_a_founder_that_has_lost_its_folder_takes_the_others_state_and_does_not_replace_it(
+    tmp_path,
+):
+    """It has begun the run again by the time at which the other one, with a state, comes back."""
+    tokens = []
+
+    async def main(chaos):
+        await asyncio.sleep(20.0)
+        await chaos.homes.kill(0, 1)
+        home, kept = (chaos.homes.by_number[number] for number in (0, 1))
+        tokens.append(last_of(RunFolder(kept.path), chaos.homes.known.run).meta["tokens"])
+        shutil.rmtree(home.path)
+        home.path.mkdir()
+        chaos.watch.damaged.add(chaos.homes.key(0))
+        chaos.homes.start(0)
+        await asyncio.sleep(10.0)
+        tokens.append(home.part.loop.driver.tokens)
+        chaos.homes.start(1)
+        await chaos.together("its return")
+        tokens.append(home.part.loop.driver.tokens)
+
+    arm = returns_case(SMALL[0], "diloco").arm
+    assert disaster(SMALL[0], tmp_path, main, arm=arm, peers=2) == []
+    kept, begun, after = tokens
+    assert begun < kept <= after
 
 
 def test_peers_that_stay_apart_are_a_violation(tmp_path, monkeypatch):
