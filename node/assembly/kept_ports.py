@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from farflock.node.assembly.own_addresses import Listening
-from farflock.node.state.paths import write_whole
+from farflock.node.durable import write_durably
 from farflock.swarm.dht.files import PortTaken, refuse_taken_ports
 
 MAX_FILE_BYTES = 1024
@@ -47,7 +47,7 @@ class KeptPorts:
         now = _Ports(links or last.links, directory or last.directory)
         if now != last:
             with contextlib.suppress(OSError):  # a full disk must not end the node
-                write_whole(self.path, msgspec.json.encode(now))
+                write_durably(self.path, msgspec.json.encode(now))
 
     def _read(self) -> _Ports:
         try:

@@ -21,12 +21,12 @@ from farflock.node.assembly.learnt import (
     learn_terms,
 )
 from farflock.node.assembly.peer_world import PeerWorld
+from farflock.node.durable import write_durably
 from farflock.node.errors import RefusedByRun
 from farflock.node.run.head import Head, run_id, seal_head, unseal_head
 from farflock.node.run.invite import Invite, founder_of
 from farflock.node.run.manifest import Manifest, parse
 from farflock.node.run.model_section import ModelKind, ModelSection
-from farflock.node.state.paths import write_whole
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.contact import Contact
 from farflock.swarm.dht.greeting import DirectoryUnreachable
@@ -101,7 +101,7 @@ class _Kept(msgspec.Struct, array_like=True):
 def keep_terms(path: Path, known: KnownRun) -> None:
     """Write a run's terms for this peer's next start; a full disk must not end it."""
     with contextlib.suppress(OSError):
-        write_whole(path, msgspec.msgpack.encode(_Kept(known.manifest.canonical(), known.head)))
+        write_durably(path, msgspec.msgpack.encode(_Kept(known.manifest.canonical(), known.head)))
 
 
 def kept_terms(path: Path, invite: Invite) -> LearntTerms | None:

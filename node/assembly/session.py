@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 from farflock.node.assembly.known_run import KnownRun, keep_terms
 from farflock.node.assembly.part import Part
 from farflock.node.assembly.peer_world import PeerWorld, peer_over
+from farflock.node.durable import write_durably
 from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.run.invite import MAX_MEMBERS, Invite, fitting_name, founder_of, mint, parse
 from farflock.node.state.kept_chunks import DownloadFolder
 from farflock.node.state.kept_records import KeptRecords
 from farflock.node.state.kept_views import KeptViews
-from farflock.node.state.paths import RunFolder, write_whole
+from farflock.node.state.paths import RunFolder
 from farflock.swarm.addresses import scope_of
 from farflock.swarm.contact import Contact, contacts_of
 from farflock.swarm.identity import Identity
@@ -242,7 +243,7 @@ class AddressCache:
 
     def write(self, invite: Invite) -> None:
         """Store an invite."""
-        write_whole(self._path, mint(invite).encode())
+        write_durably(self._path, mint(invite).encode())
 
     def read(self, run: str) -> Invite | None:
         """Return the invite stored for this run, however old, or None if there is none or it cannot
@@ -252,6 +253,15 @@ class AddressCache:
         except (OSError, ValueError, Usage):
             return None
         return invite if invite.run == run else None
+
+
+def parse_own(text: str, folder: RunFolder | None, now_s: float) -> Invite:
+    """Parse an invite at Unix time `now_s`; raise `Usage` if it is invalid. One that has expired is
+    good for a member that comes back, whose folder knows the run: others may wait for it, and could
+    make no new one before that."""
+    invite = parse(text, 0.0)
+    is_known = folder is not None and AddressCache(folder).read(invite.run) is not None
+    return invite if is_known else parse(text, now_s)
 
 
 def widened(invite: Invite, remembered: Invite | None) -> Invite:

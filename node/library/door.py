@@ -18,7 +18,7 @@ from farflock.node.assembly.checkpoints import CHECKPOINT_S, CheckpointManager, 
 from farflock.node.assembly.known_run import KnownRun, learn_run, listed_by_members, own_run
 from farflock.node.assembly.own_world import identity_of, require_startable
 from farflock.node.assembly.peer_world import PeerWorld
-from farflock.node.assembly.session import AddressCache, Session, way_back, widened
+from farflock.node.assembly.session import AddressCache, Session, parse_own, way_back, widened
 from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.forked import closed_in_forks
@@ -28,7 +28,7 @@ from farflock.node.library.run_options import OwnOptions
 from farflock.node.process.freed import trimmed
 from farflock.node.process.host import OwnPlace, Shares, advertised, line_rate
 from farflock.node.process.network import MachineOptions, network, with_shares
-from farflock.node.run.invite import Invite, parse
+from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Manifest
 from farflock.node.run.model_section import UserModel
 from farflock.node.run.user_terms import founded, require_agreed
@@ -85,7 +85,11 @@ class NetworkEntryPoint:
         """See `EntryPoint`."""
         hosts = self.place.hosts("host")
         wished = join_request.wished  # mistakes are reported before anything is opened
-        way = founded(wished) if self.invite is None else parse(self.invite, time.time())
+        folder = None if self.folder is None else RunFolder(self.folder)
+        if self.invite is None:
+            way: Invite | Manifest = founded(wished)
+        else:
+            way = parse_own(self.invite, folder, time.time())
         require_startable(self.folder, hosts, *self.place.ports)
         background = Background("farflock")
         try:
@@ -137,7 +141,7 @@ async def _entered(
         try:
             return await kept.enter_async_context(life.joined(back))
         except (RefusedByRun, DirectoryUnreachable) as reason:
-            log.info("no other member can be reached, so this program goes on alone: %s", reason)
+            log.warning("this program goes on alone: %s", reason)  # it shows no other lines
     return await kept.enter_async_context(life.started(way))
 
 

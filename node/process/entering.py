@@ -62,7 +62,7 @@ async def found(machine: MachineOptions, manifest: Manifest, on_start: OnStart) 
             return await join(machine, back, on_start, REJOIN_TIMEOUT_S)
         except (RefusedByRun, DirectoryUnreachable) as reason:
             does = "begins again" if saved is None else f"resumes from step {saved.step}"
-            log.info("no other member can be reached, so the run %s: %s", does, reason)
+            log.info("the run %s: %s", does, reason)
     try:
         return await _found(machine, identity, own, saved, on_start)
     except LifeOver as reason:

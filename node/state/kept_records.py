@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from farflock.node.state.paths import write_whole
+from farflock.node.durable import write_durably
 from farflock.swarm.messages import MAX_MEMBERS, MAX_RECORD_BYTES
 
 MAX_FILE_BYTES = 320 * 1024  # more than `MAX_MEMBERS` of the longest
@@ -27,7 +27,7 @@ class KeptRecords:
     def keep(self, records: Sequence[bytes]) -> None:
         """Write these; a full disk must not end the node."""
         with contextlib.suppress(OSError):
-            write_whole(self.path, msgspec.msgpack.encode(list(records[:MAX_MEMBERS])))
+            write_durably(self.path, msgspec.msgpack.encode(list(records[:MAX_MEMBERS])))
 
     def read(self) -> list[bytes]:
         """Return the records, whose signatures are yet to be checked; none if there is no file, or

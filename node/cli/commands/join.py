@@ -75,8 +75,10 @@ def command(
     """
     import time
 
+    from farflock.node.assembly.session import parse_own
     from farflock.node.cli.own_runs import folder_of, last_invite
     from farflock.node.run.invite import parse
+    from farflock.node.state.paths import RunFolder
 
     out = Output(as_json)
     if invite is None:
@@ -84,8 +86,9 @@ def command(
         machine["folder"] = machine["folder"] or own.folder.path
         out.line(f"going on with the last run, {own.run} {own.name}".rstrip())
     else:
-        invited = parse(invite, time.time())
-        machine["folder"] = machine["folder"] or folder_of(invited.run).path
+        run = parse(invite, 0.0).run
+        machine["folder"] = machine["folder"] or folder_of(run).path
+        invited = parse_own(invite, RunFolder(machine["folder"]), time.time())
     if dry_run:
         return _look(out, machine_of(machine), invited, (peers, uplink, step_s))
     _require_startable(machine)

@@ -18,12 +18,12 @@ from farflock.node.assembly.known_run import learn_run, own_run
 from farflock.node.assembly.own_world import identity_of
 from farflock.node.assembly.peer_world import Clock, Files, PeerWorld
 from farflock.node.assembly.resume import checkpoint_state
-from farflock.node.assembly.session import INVITE_LASTS_S, AddressCache, Session
-from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.assembly.session import INVITE_LASTS_S, AddressCache, Session, parse_own
+from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.library.presence import ExternalStep, JoinRequest, OptimizerNode
 from farflock.node.model.replica import PlainReplica
 from farflock.node.process.network import MachineOptions, network
-from farflock.node.run.invite import Invite, founder_of, parse
+from farflock.node.run.invite import Invite, founder_of, mint, parse
 from farflock.node.run.model_section import UserModel
 from farflock.node.run.user_terms import fingerprint, founded, wish
 from farflock.node.state.checkpoint import Checkpoint
@@ -348,6 +348,18 @@ def test_an_invite_names_addresses_and_lasts_a_week_and_none_is_made_without_any
             assert AddressCache(session.world.files.folder).read(invite.run).members == (CONTACT,)
 
     run_virtual(main())
+
+
+def test_an_invite_that_has_expired_is_good_for_whoever_was_in_its_run(tmp_path):
+    invite = Invite("a" * 32, founder_of(CONTACT.peer), (CONTACT,), "run", 1000)
+    mine, another = RunFolder(tmp_path / "mine"), RunFolder(tmp_path / "another")
+    for folder, known in ((mine, invite), (another, replace(invite, run="b" * 32))):
+        folder.path.mkdir()
+        AddressCache(folder).write(known)
+    assert parse_own(mint(invite), mine, 2000.0) == invite
+    for folder in (another, RunFolder(tmp_path / "new"), None):
+        with pytest.raises(Usage, match="expired"):
+            parse_own(mint(invite), folder, 2000.0)
 
 
 @pytest.mark.parametrize("kind", [WithDirectory], indirect=True)
