@@ -119,5 +119,6 @@ def waits_for(returning: Returning) -> str | None:
         return f"waits for {whom}, without whom the run's members cannot decide anything"
     if stages := returning.lacking:
         which = ", ".join(map(str, stages))
-        return f"waits for the state of stage {which}, which no member here has"
+        what = "the run's state" if None in stages else f"the state of stage {which}"
+        return f"waits for {what}, which no member here has"
     return None

@@ -34,6 +34,9 @@ ROLL_EVERY_S = 1.0  # several fit into the time for which an answer counts
 # Before a key signs a return, it asks the peers that it knows outside the view for a later one.
 ASK_OUTSIDE_S = 5.0
 SETTLED_EVERY_S = 0.2
+# A state of which nobody tells for so long, while all are here, is called missing; until then,
+# somebody may be hashing it.
+LACKS_S = 10.0
 # A return of pairs begins at most so many rounds ahead of them, however often they pass it.
 MAX_LEAD = 1000
 
@@ -70,7 +73,7 @@ class Returning:
         self.timeout_s = math.inf  # of `settled`
         self.axes: tuple[int, ...] = (0,)  # of the run's states; of a pipeline, its stages'
         self._roll: RollCall | None = None  # of the newest view, while that may have no quorum
-        self._since_s = self._sent_s = -1e9
+        self._since_s = self._sent_s = self._told_s = -1e9
         self._random = random.Random(f"{context.seed}/{context.me}/return")
         self._petition: Petition | None = None
         self._lead = 0  # rounds by which a return of pairs begins ahead of all
@@ -88,13 +91,14 @@ class Returning:
         return tuple(peer for peer in self._roll.view.peers if peer in awaited)
 
     @property
-    def lacking(self) -> tuple[int, ...]:
-        """The stages whose state nobody has who is here, while this peer waits for one."""
-        if self._roll is None:
+    def lacking(self) -> tuple[int | None, ...]:
+        """The stages (None: the whole model) whose state nobody has who is here, while this peer
+        waits for one."""
+        now_s = self._context.now()
+        if self._roll is None or now_s - self._told_s < LACKS_S:
             return ()
-        newest = self._roll.newest(self._context.views, self._context.now())
-        missing = (axes.stage_on(place) for place in self.axes if place not in newest)
-        return tuple(stage for stage in missing if stage is not None)
+        newest = self._roll.newest(self._context.views, now_s)
+        return tuple(axes.stage_on(place) for place in self.axes if place not in newest)
 
     @property
     def is_open(self) -> bool:
@@ -113,6 +117,8 @@ class Returning:
             self._lead = 0
         roll, mine = self._roll, self._answer(view)
         roll.hear(Member(self._context.me, self._context.incarnation, mine.stage), mine.held, now_s)
+        if roll.silent(now_s, self._context.views.goodbyes) or self._begins(roll, now_s):
+            self._told_s = now_s
         if now_s - self._sent_s >= ROLL_EVERY_S:
             self._sent_s = now_s
             for peer in view.peers:

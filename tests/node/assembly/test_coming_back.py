@@ -2,10 +2,12 @@
 
 import asyncio
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from worlds.waiting import until
 
+from farflock.node.assembly.coming_back import waits_for
 from farflock.node.assembly.known_run import own_run
 from farflock.node.run.manifest import simulated_default
 from farflock.node.simulate.homes import Homes
@@ -118,3 +120,15 @@ def test_a_founder_with_little_patience_says_whom_it_waits_for_and_begins_again(
 
     caplog.set_level("INFO")
     village(bench, text, tmp_path, "diloco", work, count=2, together=2)
+
+
+@pytest.mark.parametrize(
+    ("awaited", "lacking", "said"),
+    [
+        (("…12345678",), (None,), "waits for 12345678, without whom"),
+        ((), (None,), "waits for the run's state, which no member here has"),
+        ((), (1, 2), "waits for the state of stage 1, 2, which no member here has"),
+    ],
+)
+def test_whom_and_what_a_peer_waits_for_is_said(awaited, lacking, said):
+    assert waits_for(SimpleNamespace(awaited=awaited, lacking=lacking)).startswith(said)

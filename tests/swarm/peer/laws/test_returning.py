@@ -134,6 +134,21 @@ async def test_nobody_signs_before_the_last_key_is_here_and_it_is_named(herd):
     assert await are_back(herd, 0, 1, 2) < 20
 
 
+@homes(2)
+async def test_a_state_that_nobody_has_is_said_to_be_missing_and_not_while_somebody_is_silent(herd):
+    kill(herd, 0, 1)
+    for disk in herd.disks.values():
+        disk.saved = ()
+    await asyncio.sleep(1)
+    herd.start(1)
+    await asyncio.sleep(20)
+    returning = herd.nodes[1].peer.branching.returning
+    assert (returning.awaited, returning.lacking) == ((herd.nodes[0].id,), ())
+    herd.start(0)
+    await asyncio.sleep(20)
+    assert (returning.awaited, returning.lacking) == ((), (None,))
+
+
 def told(herd, listener, sender, message, life=None):
     node, other = herd.nodes[listener], herd.nodes[sender]
     frame = Frame(life or other.peer.context.incarnation, message)
