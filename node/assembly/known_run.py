@@ -6,7 +6,7 @@ asks members for them).
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -107,6 +107,14 @@ def keep_terms(path: Path, known: KnownRun) -> None:
 def kept_terms(path: Path, invite: Invite) -> LearntTerms | None:
     """Return the terms of an invite's run from a file, verified as if a member had sent them; None
     if they are not there."""
+    known = kept_run(path)
+    if known is None or (known.run, founder_of(known.founder)) != (invite.run, invite.founder):
+        return None
+    return replace(known, contacts=invite.members)
+
+
+def kept_run(path: Path) -> LearntTerms | None:
+    """Return the terms in a file, of whichever run; None if they are not there, or not whole."""
     try:
         if path.stat().st_size > MAX_TERMS_BYTES + MAX_HEAD_BYTES + 64:
             return None
@@ -114,11 +122,8 @@ def kept_terms(path: Path, invite: Invite) -> LearntTerms | None:
         head = unseal_head(kept.head)
     except (OSError, ValueError, RecursionError):
         return None
-    is_invited = head.run == invite.run and founder_of(head.founder) == invite.founder
     is_whole = head.digest == digest_of(kept.terms) and run_id(kept.terms, head.founder) == head.run
-    if not (is_invited and is_whole):
-        return None
-    return LearntTerms(head.run, head.founder, kept.terms, kept.head, (), invite.members)
+    return LearntTerms(head.run, head.founder, kept.terms, kept.head, (), ()) if is_whole else None
 
 
 def read_run(learnt: LearntTerms, model: ModelKind = ModelSection) -> KnownRun:

@@ -15,7 +15,13 @@ from functools import partial
 from pathlib import Path
 
 from farflock.node.assembly.checkpoints import CHECKPOINT_S, CheckpointManager, last_of, members_of
-from farflock.node.assembly.known_run import KnownRun, learn_run, listed_by_members, own_run
+from farflock.node.assembly.known_run import (
+    KnownRun,
+    kept_run,
+    learn_run,
+    listed_by_members,
+    own_run,
+)
 from farflock.node.assembly.own_world import identity_of, require_startable
 from farflock.node.assembly.peer_world import PeerWorld
 from farflock.node.assembly.session import AddressCache, Session, parse_own, way_back, widened
@@ -29,9 +35,9 @@ from farflock.node.process.freed import trimmed
 from farflock.node.process.host import OwnPlace, Shares, advertised, line_rate
 from farflock.node.process.network import MachineOptions, network, with_shares
 from farflock.node.run.invite import Invite
-from farflock.node.run.manifest import Manifest
+from farflock.node.run.manifest import Manifest, parse
 from farflock.node.run.model_section import UserModel
-from farflock.node.run.user_terms import founded, require_agreed
+from farflock.node.run.user_terms import TomlTable, founded, require_agreed
 from farflock.node.state.checkpoint import Checkpoint, CheckpointError
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
@@ -136,13 +142,32 @@ async def _entered(
     if isinstance(way, Invite):
         return await kept.enter_async_context(life.joined(way))
     me = life.identity.peer
-    back = way_back(life.machine.folder, way.run_id(me), me)
+    run = way.run_id(me)
+    require_own_run(life.machine.folder, run, life.join_request.wished)
+    back = way_back(life.machine.folder, run, me)
     if back is not None:
         try:
             return await kept.enter_async_context(life.joined(back))
         except (RefusedByRun, DirectoryUnreachable) as reason:
             log.warning("this program goes on alone: %s", reason)  # it shows no other lines
     return await kept.enter_async_context(life.started(way))
+
+
+def require_own_run(folder: RunFolder, run: str, wished: TomlTable) -> None:
+    """Raise `Usage`, with what differs, if a folder belongs to another run than the one that a
+    program would start in it: the others of that run may wait for it, and its state would go."""
+    kept = kept_run(folder.terms)
+    if kept is None or kept.run == run:
+        return
+    why = f"it is of run {kept.run[:8]}"
+    try:
+        require_agreed(parse(kept.text, UserModel), wished)
+    except RefusedByRun as differs:
+        why = f"{why}, in which {differs.what} differs: {differs.why}"
+    except Usage:
+        why = f"{why}, of another version"
+    remedy = "give SwarmOptimizer what it had before, an invite to that run, or another folder"
+    raise Usage(f"the folder {folder.path} belongs to another run", why, remedy)
 
 
 @dataclass(frozen=True, slots=True)
