@@ -1,4 +1,4 @@
-"""What no swarm can train is refused by name before anything starts."""
+"""What no swarm can train, and a folder of another run, is refused by name before anything starts."""
 
 import copy
 import pickle
@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch import nn
 from worlds import virtual_optimizer
+from worlds.peers import identity
 
+from farflock.node.assembly.known_run import keep_terms, own_run
 from farflock.node.errors import Usage
+from farflock.node.library.door import require_own_run
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
+from farflock.node.run.user_terms import fingerprint, founded, wish
+from farflock.node.state.paths import RunFolder
 
 
 class NoDoor:
@@ -56,3 +61,33 @@ def test_an_optimizer_is_not_copied(copied):
     with pytest.raises(Usage, match="cannot be copied or pickled: it is one peer of a run"):
         copied(optimizer)
     optimizer.close(patient=False)
+
+
+def wished(width=3, **options):
+    model = torch.nn.Linear(width, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = {"name": None, "seed": None}
+    return wish(fingerprint(model, inner), "diloco", run, options)
+
+
+def run_of(key, told):
+    return own_run(key, founded(told))
+
+
+def test_a_folder_of_another_run_is_refused_with_what_differs_and_nothing_is_lost(tmp_path):
+    key, folder, told = identity(1), RunFolder(tmp_path), wished()
+    known = run_of(key, told)
+    require_own_run(folder, known.run, told)
+    keep_terms(folder.terms, known)
+    kept = folder.terms.read_bytes()
+    require_own_run(folder, known.run, told)
+    for other, what in (
+        (wished(width=4), "in which model"),
+        (wished(period=7), "in which method.options.period differs: it is 7 here and"),
+    ):
+        with pytest.raises(Usage, match=f"belongs to another run: .*{what}"):
+            require_own_run(folder, run_of(key, other).run, other)
+    another = run_of(identity(2), told).run  # its key is gone
+    with pytest.raises(Usage, match=f"belongs to another run: it is of run {known.run[:8]}; give"):
+        require_own_run(folder, another, told)
+    assert folder.terms.read_bytes() == kept
