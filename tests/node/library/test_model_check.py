@@ -1,4 +1,4 @@
-"""What no swarm can train, and a folder of another run, is refused by name before anything starts."""
+"""What no swarm can train, and the folder of another run, is refused by name at the start."""
 
 import copy
 import pickle
