@@ -242,22 +242,19 @@ class Returning:
             place in held and self._begins_here(view, held[place]) for place in self._mine()
         )
 
-    def _ahead(self, begins: Mapping[int, HeldState]) -> dict[int, HeldState]:
-        """Return where the next petition's return begins. In pairs all train on until it is made,
-        each in rounds of its own: where they have passed the round of a petition before all have
-        signed, the next one is farther ahead."""
-        found = dict(begins)
-        for place, held in begins.items():
-            stage = axes.stage_on(place)
-            if change(self._rounds.streams, stage):
-                continue
-            asked = self._petition.view.begins if self._petition is not None else ()
-            first = axes.at(asked, stage) if asked else held.first
-            if first < held.first:
-                self._lead = min(2 * self._lead + 1, MAX_LEAD)
-                first = held.first + self._lead
-            found[place] = msgspec.structs.replace(held, first=first)
-        return found
+    def _ahead(self, begins: Mapping[int, HeldState]) -> Mapping[int, HeldState]:
+        """Return where the next petition's return begins. In pairs of whole models all train on
+        until it is made, each in rounds of its own: where they have passed the round of a petition
+        before all have signed, the next one is farther ahead. The servers of a stage have rounds in
+        common, also where they merge in pairs (docs/decisions/038)."""
+        held = begins.get(axes.axis(None))
+        if held is None or change(self._rounds.streams):
+            return begins
+        first = held.first if self._petition is None else self._petition.view.first_round
+        if first < held.first:
+            self._lead = min(2 * self._lead + 1, MAX_LEAD)
+            first = held.first + self._lead
+        return {held.axis: msgspec.structs.replace(held, first=first)}
 
     def _begins_here(self, view: View, held: HeldState) -> bool:
         """True if a return begins with this state, and no later round is here."""

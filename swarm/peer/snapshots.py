@@ -223,11 +223,9 @@ class Snapshots:
 
     def _suits(self, version: StateVersion, min_round: int) -> bool:
         """Return whether to offer a version to a peer to which states before a round are of no use.
-        Where no round has passed since it was made, another one would be no newer; and no peer
-        makes this one copy its state more often than now and then."""
-        is_new = version.touched == self._context.touched
+        No peer makes this one copy its state more often than now and then."""
         is_young = self._context.now() - version.made_s < REMADE_S
-        return version.offer.round >= min_round or is_new or is_young
+        return version.offer.round >= min_round or is_young
 
     def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
         """Note an offer, unless it is unsolicited, distrusted, stale, or of an unknown view.

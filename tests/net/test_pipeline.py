@@ -135,7 +135,8 @@ def test_three_stages_lose_a_server_take_one_in_and_one_moves_to_a_stage_that_no
     for victim in run.serving(1):
         victim.kill()
     work = founder.reaches(lambda status: status["tokens"] >= left["tokens"] + 30 * STEP)["work"]
-    assert work["lost with servers"] < 20 * BATCH, "a life of a server has a few, until it merges"
+    lost = work.get("lost with servers", 0)  # none where the merge itself counts
+    assert lost < 20 * BATCH, "a life of a server has a few, until it merges"
     after = {node: node.status()["role"] for node in run.alive()}
     moved = [role for node, role in after.items() if role != before[node]]
     assert (moved, sorted(set(after.values()))) == (["stage:1"], ["stage:0", "stage:1", "stage:2"])

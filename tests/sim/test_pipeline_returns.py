@@ -4,6 +4,7 @@ import asyncio
 import copy
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import pytest
 import torch
 from worlds.pipeline_audit import TEXT, pipeline, plan
@@ -15,7 +16,9 @@ from farflock.node.simulate.pipeline import PipelineSimulation, PipelineWorld, p
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.optimizers.parts.state import state_hash
 from farflock.optimizers.parts.stateful import live_state
-from farflock.swarm.protocol import views
+from farflock.swarm.frame import pack, unpack
+from farflock.swarm.messages import ReturnAsk, Roll
+from farflock.swarm.protocol import axes, views
 from farflock.swarm.protocol.views import Chain
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -186,6 +189,36 @@ def test_a_survivor_of_a_pipeline_gives_up_nothing_and_the_others_go_on_from_the
         await made.rounds(at + 4)
         assert made.nodes[survives].serving is survivor
         assert began(made)[1] >= at + 1
+        made.check_states()
+
+    homes(work)
+
+
+def test_a_state_that_is_told_once_the_return_is_asked_for_is_the_one_with_which_that_begins():
+    """Until then, the stage is known by a server with an older checkpoint."""
+
+    async def work(made):
+        late, other = made.servers(1)
+        older = made.disks[other].saved[1]
+        await made.rounds(newest(made, 1) + 4)
+        made.cut(*((number, 5.0) for number in EVERYBODY))
+        made.disks[other].saved[1] = older
+        kept, me, asked = newest(made, 1), made.peers.identities[late].peer, []
+
+        def hide(at_s, sender, to, packed):
+            frame = unpack(packed)
+            if isinstance(frame.message, ReturnAsk):
+                asked.append(axes.at(views.decode_view(frame.message.view).begins, 1))
+            elif sender == me and isinstance(frame.message, Roll) and not asked:
+                return pack(replace(frame, message=msgspec.structs.replace(frame.message, held=())))
+            return packed
+
+        made.network.tap = hide
+        await made.rounds(kept + 3)
+        first = asked[0]
+        assert first < kept, "the late server tells of its state after the first request"
+        assert set(asked) == {first, kept}, "a state goes with its own round"
+        assert began(made)[1] == kept
         made.check_states()
 
     homes(work)

@@ -19,6 +19,7 @@ import farflock
 from farflock.experiments.measure.parent import end_with_parent
 from farflock.node.library.run_options import SwarmOptions
 from farflock.node.process.brake import BRAKE
+from farflock.node.state.paths import write_whole
 
 FEATURES, BATCH, LEARNING_RATE, CHECKPOINT_S = 64, 8, 1e-2, 5.0
 
@@ -35,11 +36,9 @@ def founded(file: Path) -> SwarmOptions:
 
 
 def write(optimizer: farflock.SwarmOptimizer, folder: Path) -> None:
-    """Put down what a node puts down of itself, in one piece."""
-    fresh = folder / "status.fresh"
+    """Put down what a node puts down of itself."""
     said = {"peer": optimizer.peer, "invite": optimizer.invite, "step": optimizer.run_steps()}
-    fresh.write_bytes(msgspec.json.encode(said))
-    fresh.replace(folder / "status.json")
+    write_whole(folder / "status.json", msgspec.json.encode(said))
 
 
 def receipt(optimizer: farflock.SwarmOptimizer) -> bytes:
