@@ -96,7 +96,9 @@ class StatusWriter:
                 yield
         finally:
             with contextlib.suppress(Failure):  # no address for an invite
-                self.write(": ".join(filter(None, ("has ended", self._node.leaving.said))))
+                ended = ": ".join(filter(None, ("has ended", self._node.leaving.said)))
+                # Whoever starts a node here again waits for what its own status says.
+                self._put(msgspec.structs.replace(status_of(self._node, ended), is_member=False))
 
     def _rates(self) -> tuple[float | None, float | None]:
         """Return the tokens per second and the share of computing over the last seconds."""

@@ -8,6 +8,7 @@ from worlds.node_processes import described, fallen, one_state
 
 pytestmark = pytest.mark.net
 STAGES = 2
+HELD_S = 3.0  # a step while nobody has noticed a kill, so that the run outlasts any machine's delay
 
 
 def found(run, manifest, role):
@@ -40,6 +41,7 @@ def test_a_replica_keeps_the_stage_of_its_pipeline_whose_only_server_is_killed(
     total, replica, servers, trainer = begun(run, 80)
     replica.reaches(lambda status: status["tokens"] >= total // 10)
     servers[1].kill()
+    run.brake(HELD_S)
     left = trainer.reaches(lambda status: len(status["members"]) == 3)
     before = replica.status()["work"]
     run.brake(0.0)
@@ -66,6 +68,7 @@ def test_a_founding_replica_that_is_killed_comes_back_to_the_state_that_the_othe
     total, founder, servers, trainer = begun(run, 200)
     killed = founder.reaches(lambda status: status["tokens"] >= total // 10)
     founder.kill()
+    run.brake(HELD_S)
     trainer.reaches(lambda status: len(status["members"]) == 3)
     again = run.start("founder", "run", run.folder / "run.toml", "--role", "replica")
     again.comes_in()

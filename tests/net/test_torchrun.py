@@ -168,8 +168,9 @@ def test_two_processes_are_one_peer_that_is_killed_and_resumes(peers, tmp_path):
     assert len(first["members"]) == 2
     two.ranks()[1].kill()
     assert two.ends() == 1
-    assert "rank 1 of this peer has ended" in two.log
-    assert "as after a kill" in two.log
+    # Its leader sees that, or torchrun does, and asks the leader to leave: whichever is first.
+    seen = "rank 1 of this peer has ended" in two.log and "as after a kill" in two.log
+    assert seen or "left the run" in two.log, two.told()
     assert "unexpected" not in two.log
 
     saved = max(two.saved_steps())

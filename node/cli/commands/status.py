@@ -106,6 +106,7 @@ def _text(status: Status, lives: bool) -> str:
     pace = "" if status.tokens_per_s is None else f", {status.tokens_per_s:,.0f} tokens/s"
     busy = "" if status.busy_share is None else f", computing {status.busy_share:.0%} of the time"
     rounds = ", ".join(f"{count} {kind}" for kind, count in sorted(status.rounds.items()))
+    yet = " (this node is not a member yet)" if lives and not status.is_member else ""
     lines = [
         f"process {status.pid} {status.doing}"
         if lives
@@ -116,8 +117,7 @@ def _text(status: Status, lives: bool) -> str:
         f"rounds applied: {rounds}; the last is number {status.last_round}"
         if rounds
         else "no round applied yet",
-        f"members: {len(status.members)}"
-        + ("" if status.is_member else " (this node is not a member yet)"),
+        f"members: {len(status.members)}{yet}",
         f"sent {status.sent_bytes:,} bytes, received {status.received_bytes:,}",
     ]
     if status.evaluation is not None:

@@ -214,6 +214,21 @@ def test_it_says_what_the_node_does(tmp_path, fields, doing):
     assert StatusWriter(node).write().doing == "is leaving: saves step 7"
 
 
+def test_the_last_status_of_a_node_is_that_of_no_member(tmp_path):
+    """Else whoever starts the node again, and waits for it to be one, does not wait."""
+    node = node_in(tmp_path)
+    node.leaving.said = "saved"
+
+    async def main():
+        async with StatusWriter(node).showing(lambda status: None):
+            await asyncio.sleep(1.0)
+            assert read_status(tmp_path / "status.json").is_member
+
+    run_virtual(main())
+    last = read_status(tmp_path / "status.json")
+    assert (last.doing, last.is_member) == ("has ended: saved", False)
+
+
 def test_it_marks_a_member_that_sends_the_same_updates(tmp_path):
     node = node_in(tmp_path)
     assert [each.twin for each in StatusWriter(node).write().partners] == [False]

@@ -120,9 +120,11 @@ def test_a_round_that_is_overdue_is_said_to_be_late(farflock, node):
     )
 
 
-def test_a_newcomer_that_is_no_member_yet_is_shown_as_one(farflock, node):
+def test_a_newcomer_that_is_no_member_yet_is_shown_as_one(farflock, node, monkeypatch):
     newcomer = msgspec.structs.replace(STATUS, is_member=False)
     (node / "status.json").write_bytes(msgspec.json.encode(newcomer))
+    assert "not a member yet" not in farflock("status", "--folder", node)[1], "it has ended"
+    monkeypatch.setattr("farflock.node.cli.commands.status.is_node", lambda pid: True)
     assert "not a member yet" in farflock("status", "--folder", node)[1]
 
 
