@@ -4,8 +4,10 @@ is where the run goes on, and else takes another's.
 `swarm/peer/returning.py` makes the return, if all keys of the newest view come back.
 """
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -18,8 +20,11 @@ from farflock.swarm.messages import HeldState
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.returning import Returning
 from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
+from farflock.swarm.tasks import Silence, cancel
 
 VIEW = "view"  # in a checkpoint: the hash of the view of the last round in it
+LOOK_EVERY_S = 1.0  # at whether a member is there
+POLL_S = 0.05  # between two looks at whether this peer is one
 
 log = logging.getLogger(__name__)
 
@@ -89,19 +94,70 @@ async def come_back(
 async def settled(peer: Peer) -> dict[int, HeldState] | None:
     """Wait until it is known where the run goes on: from these states, by axis, or (None) where its
     members are. Say for whom this peer waits; raise `RefusedByRun` at the end of its patience."""
-    returning, said = peer.branching.returning, ""
+    returning = peer.branching.returning
+    tell = _teller(returning)
+    try:
+        return await returning.settled(tell)
+    except TimeoutError:
+        raise _not_back(tell()) from None
 
-    def tell() -> None:
+
+async def admitted(peer: Peer, silent_s: float) -> None:
+    """Wait until a peer that has asked for it is a member, as long as one is there; raise
+    `TimeoutError` once none has been for `silent_s`. A key that the newest view lists waits for the
+    others as long as it has patience, as before: they may have ended again before the return was
+    made. Raise `RefusedByRun` then."""
+    returning, is_listed = peer.branching.returning, peer.context.views.newest.lists(peer.me)
+    tell = _teller(returning)
+    try:
+        async with while_there(peer, returning.timeout_s if is_listed else silent_s):
+            while not peer.membership.is_member:
+                tell()
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        if not is_listed:
+            raise
+        raise _not_back(tell()) from None
+
+
+@contextlib.asynccontextmanager
+async def while_there(peer: Peer, silent_s: float) -> AsyncIterator[None]:
+    """Let the block last as long as a member is there; raise `TimeoutError` once none has been for
+    so long."""
+    silence, context = Silence(), peer.context
+
+    async def look() -> None:
+        while True:
+            if any(context.life(each) == "alive" for each in peer.membership.book.others()):
+                silence.heard("member")
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async with silence.limited(silent_s):
+        looking = asyncio.create_task(look())
+        try:
+            yield
+        finally:
+            await cancel(looking)
+
+
+def _teller(returning: Returning) -> Callable[[], str]:
+    """Return a function that says for whom a peer waits, whenever that has changed, and returns
+    what it has said last."""
+    said = ""
+
+    def tell() -> str:
         nonlocal said
         if (words := waits_for(returning)) and words != said:
             log.warning("%s", words)  # a program shows no other lines while it waits
         said = words or said
+        return said
 
-    try:
-        return await returning.settled(tell)
-    except TimeoutError:
-        why = said or "nobody answers"
-        raise RefusedByRun("the run's members have not come back", why, "start them too") from None
+    return tell
+
+
+def _not_back(said: str) -> RefusedByRun:
+    why = said or "nobody answers"
+    return RefusedByRun("the run's members have not come back", why, "start them too")
 
 
 def require_listed(peer: Peer, error: SnapshotUnavailable) -> None:

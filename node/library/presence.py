@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from farflock.node.assembly.checkpoints import CheckpointManager
-from farflock.node.assembly.coming_back import come_back, recall
+from farflock.node.assembly.coming_back import admitted, come_back, recall, while_there
 from farflock.node.assembly.core import Core
 from farflock.node.assembly.leaving import STALL_S
 from farflock.node.assembly.part import WholePart
@@ -40,7 +40,7 @@ from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress, SnapshotUnavailable
 from farflock.swarm.peer.state_download import SILENT_S
-from farflock.swarm.tasks import Silence, cancel
+from farflock.swarm.tasks import cancel
 
 if TYPE_CHECKING:
     from farflock.node.model.replica import PlainReplica
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 ANSWER_TIMEOUT_S = 120.0  # for the run's views, from members that are there
 POLL_S = 0.05
-LOOK_EVERY_S = 1.0  # at whether a member is there
 TELL_EVERY_S = 10.0
 LINGER_S = 5.0  # after the last step, for peers that still need the last round
 
@@ -221,8 +220,7 @@ class OptimizerNode(WholePart):
                 await come_back(self.peer, self.loop.state_sync, verified)
             await self.gate()
             self.peer.ask_in()
-            async with while_there(self.peer, timeout_s):
-                await self.until(lambda: self.peer.membership.is_member, None)
+            await admitted(self.peer, timeout_s)
         except TimeoutError:
             raise RefusedByRun(
                 "the run cannot be joined",
@@ -248,26 +246,6 @@ class OptimizerNode(WholePart):
         if self.patient:
             with contextlib.suppress(TimeoutError):
                 await self.until(lambda: self.peer.alone, LINGER_S)
-
-
-@contextlib.asynccontextmanager
-async def while_there(peer: Peer, silent_s: float) -> AsyncIterator[None]:
-    """Let the block last as long as a member is there; raise `TimeoutError` once none has been for
-    so long."""
-    silence, context = Silence(), peer.context
-
-    async def look() -> None:
-        while True:
-            if any(context.life(each) == "alive" for each in peer.membership.book.others()):
-                silence.heard("member")
-            await asyncio.sleep(LOOK_EVERY_S)
-
-    async with silence.limited(silent_s):
-        looking = asyncio.create_task(look())
-        try:
-            yield
-        finally:
-            await cancel(looking)
 
 
 @contextlib.asynccontextmanager

@@ -439,7 +439,7 @@ class SwarmOptimizer(torch.optim.Optimizer, AbstractContextManager["SwarmOptimiz
                 with self._ranks.together() as leads:
                     try:
                         if leads and not self._life.ended:
-                            self._life.call(lambda: drain(self._here.loop, DRAIN_S))
+                            self._life.call(lambda: drain(self._here.loop, DRAIN_S, last=True))
                             self._life.call(self._here.save)
                             self._here.patient = True
                             self._own.tell()

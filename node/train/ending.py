@@ -108,11 +108,14 @@ async def end(loop: EndingLoop, barrier: Barrier | None, drain_s: float) -> None
     await drain(loop, max(drain_s, loop.stop.drain_s))
 
 
-async def drain(loop: EndingLoop, timeout_s: float) -> None:
+async def drain(loop: EndingLoop, timeout_s: float, *, last: bool = False) -> None:
     """Wait up to `timeout_s` for the open exchanges and apply their results, so that no result is
-    left out of the state."""
+    left out of the state. After the `last` step of all, a peer that the group has left behind keeps
+    its own state: whoever has the group's may be gone."""
     if timeout_s <= 0:
         return
+    if last:
+        loop.stop(timeout_s)
     until_s = asyncio.get_running_loop().time() + timeout_s
     if loop.under_way:
         await asyncio.wait(loop.under_way.values(), timeout=timeout_s)

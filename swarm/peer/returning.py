@@ -180,7 +180,7 @@ class Returning:
         for peer in self._random.sample(others, min(len(others), PROBED)):
             self._chains.ask(peer)
 
-    async def settled(self, look: Callable[[], None]) -> dict[int, HeldState] | None:
+    async def settled(self, look: Callable[[], object]) -> dict[int, HeldState] | None:
         """Wait until this peer knows what to do in a view that lists its key: take the state of
         members that decide (None), or go on from the newest states that keys hold, by axis. `look`
         is called now and then meanwhile; raise `TimeoutError` after `timeout_s`."""

@@ -1,14 +1,16 @@
 """Whole nodes come back with what their folders kept, and go on from there."""
 
 import asyncio
+import math
 import shutil
 from types import SimpleNamespace
 
 import pytest
-from worlds.waiting import until
+from worlds.waiting import now, until
 
-from farflock.node.assembly.coming_back import waits_for
+from farflock.node.assembly.coming_back import admitted, waits_for
 from farflock.node.assembly.known_run import own_run
+from farflock.node.errors import RefusedByRun
 from farflock.node.run.manifest import simulated_default
 from farflock.node.simulate.homes import Homes
 from farflock.node.simulate.lives import SimPeers
@@ -120,6 +122,42 @@ def test_a_founder_with_little_patience_says_whom_it_waits_for_and_begins_again(
 
     caplog.set_level("INFO")
     village(bench, text, tmp_path, "diloco", work, count=2, together=2)
+
+
+@pytest.mark.parametrize("branch_after_s", [None, 120.0])
+def test_a_key_of_the_newest_view_waits_for_the_others_though_they_have_ended_again(
+    branch_after_s, caplog
+):
+    """None: a joiner, which waits without end. The others were there once, and are not any more."""
+    patience_s = math.inf if branch_after_s is None else branch_after_s
+    returning = SimpleNamespace(timeout_s=patience_s, awaited=("other1234",), lacking=())
+    peer = SimpleNamespace(
+        me="me",
+        context=SimpleNamespace(
+            views=SimpleNamespace(newest=SimpleNamespace(lists=lambda key: True)),
+            life=lambda key: "alive" if now() < 10.0 else "dead",
+        ),
+        branching=SimpleNamespace(returning=returning),
+        membership=SimpleNamespace(
+            is_member=False, book=SimpleNamespace(others=lambda: ["other1234"])
+        ),
+    )
+
+    async def main():
+        waiting = asyncio.create_task(admitted(peer, 30.0))
+        await asyncio.sleep(100.0)
+        assert not waiting.done()
+        assert "waits for ther1234, without whom" in caplog.text
+        if branch_after_s is not None:
+            with pytest.raises(RefusedByRun, match="have not come back"):
+                await waiting
+            assert now() == pytest.approx(130.0, abs=1.1)
+            return
+        peer.membership.is_member = True
+        await waiting
+        assert now() == pytest.approx(100.0, abs=0.1)
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize(

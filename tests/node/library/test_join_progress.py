@@ -11,7 +11,7 @@ from worlds.virtual_optimizer import train_together
 from worlds.waiting import now
 
 import farflock
-from farflock.node.library.presence import while_there
+from farflock.node.assembly.coming_back import while_there
 from farflock.swarm.sim.virtual_time import run_virtual
 
 SILENT_S = 30.0

@@ -11,11 +11,12 @@ from worlds.waiting import now, until
 from farflock.node.assembly.core import Core
 from farflock.node.simulate.chaos_methods import ChaosCase, CountingTask
 from farflock.node.state import spool
+from farflock.node.train import state_sync
 from farflock.node.train.driver import Driver
 from farflock.node.train.ending import drop
 from farflock.node.train.state_sync import COMMON_S
 from farflock.swarm.compute import inline
-from farflock.swarm.peer import absences
+from farflock.swarm.peer import absences, round_log
 from farflock.swarm.peer.peer import RunTerms
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.protocol.state_readers import READS_S
@@ -43,6 +44,7 @@ class Village:
         self.rounds = collections.defaultdict(list)  # by peer: when, which, and who was in it
         self.heard = collections.defaultdict(list)  # by newcomer: verified bytes
         self.member_s, self.downloaded_s = {}, {}
+        self.held_s = {}  # by peer: how much longer its next step takes
 
     def peer(self, number, link=None):
         if link is not None:
@@ -52,7 +54,7 @@ class Village:
 
         async def train(work):
             loss = work()
-            await asyncio.sleep(self.arm.step_s)
+            await asyncio.sleep(self.arm.step_s + self.held_s.pop(number, 0.0))
             return loss
 
         def report(kind, fields):
@@ -224,6 +226,24 @@ async def test_a_member_whose_line_falls_behind_is_not_waited_for_and_says_why(v
         village.network.set_link(identity(2).peer, LinkModel())
         await until(lambda: village.together(range(MEMBERS)), 120.0, "it has caught up")
     assert any("behind, whose content has not come yet" in line for line in said)
+
+
+@in_village(step_s=1.0, codec="fp4", return_codec="fp4", deadline_s=8.0)
+async def test_a_member_that_misses_rounds_takes_one_state_though_more_pass_than_its_log_keeps(
+    village,
+):
+    """One step of it takes long; it hears of all rounds meanwhile, and while the state comes."""
+    peer, log_rounds = village.peers[2], 4
+    village.network.set_link(peer.me, LinkModel(down_bytes_per_s=LINE / 2))
+    village.held_s[2] = 60.0
+    with pytest.MonkeyPatch.context() as patch, logged(state_sync.log) as said:
+        patch.setattr(round_log, "LOG_ROUNDS", log_rounds)
+        await until(lambda: peer.snapshots.coming, 100.0, "it takes the state")
+        began = village.rounds[1][-1][1]
+        await until(lambda: village.together(range(MEMBERS)), 300.0, "it has caught up")
+        assert village.rounds[1][-1][1] > began + log_rounds, "no more passed than a log keeps"
+        assert not any("do not come" in line for line in said)
+        assert len(peer.rounds.streams["delta"].log) == log_rounds, "no more are kept after that"
 
 
 @in_village(step_s=1.67)
