@@ -59,6 +59,7 @@ class Session:
         self.peer.membership.admission.on_full = self._say_full
         self._is_in = self._is_recalled = False
         self._records: list[bytes] = []
+        self._views: KeptViews | None = None  # in the folder, if there is one
         self._helpers: list[asyncio.Task[None]] = []
         if world.addresses is not None:
             world.addresses.changed = self.peer.membership.book.renew
@@ -112,7 +113,7 @@ class Session:
         folder, records = self.world.files.folder, list[bytes]()
         if folder is None:
             return records
-        kept = KeptViews(folder.views)
+        kept = self._views = KeptViews(folder.views)
         if recall and (before := kept.read(self.known.run)) is not None:
             self.peer.membership.sync.remember(before)
             records = KeptRecords(folder.records).read()
@@ -199,9 +200,12 @@ class Session:
             await asyncio.sleep(HEAD_EVERY_S)
 
     async def _remember(self) -> None:
-        """Keep on disk how to reach other members, for the next start."""
+        """Keep on disk how to reach other members, for the next start, and the views if the disk
+        was full."""
         known: list[Contact] = []
         while self.world.files.folder is not None:
+            if self._views is not None and (chain := self.peer.context.chain) is not None:
+                self._views.retry(chain)
             if (others := self._others()) and others != known:
                 with contextlib.suppress(OSError):  # a full disk must not end the node
                     AddressCache(self.world.files.folder).write(self._invite(others))

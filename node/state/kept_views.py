@@ -60,6 +60,11 @@ class KeptViews:
                 log.warning("cannot write %s: %s; training goes on", self.path, error.strerror)
             self._fails = True
 
+    def retry(self, chain: Chain) -> None:
+        """Write the newest views if that failed the last time: a disk has room again."""
+        if self._fails:
+            self.keep(chain)
+
     def read(self, run: str) -> Chain | None:
         """Return the views of this run, and the goodbyes to the newest one; None if there are none,
         or if they cannot be read."""

@@ -226,7 +226,7 @@ class StateSync:
         min_round = min(rounds_before(self._driver.streams, first).values(), default=-1)
         async with self._absent(), asyncio.timeout(timeout_s):
             while True:
-                self._peer.rounds.keep(stage)
+                self._rounds.keep()
                 # from an older round the log could not be followed to the present
                 oldest = max(min_round, self._peer.reach(stage))
                 max_bytes = max_state_bytes(replica.shapes)

@@ -172,6 +172,12 @@ class KeptRounds:
         """Return whether a member said that no further round is decided."""
         return all(state.open_round == state.next for state in self._states)
 
+    def keep(self) -> None:
+        """Let no round that the node has not applied leave the logs until it offers again, or has
+        caught up: it takes a state over, from which they lead on."""
+        for state in self._states:
+            state.catching_up = True
+
     def caught_up(self) -> None:
         """Note that the node has applied what is here."""
         for state in self._states:

@@ -192,12 +192,6 @@ class Rounds:
         states = self._streams.values()
         return any(state.changes(stage) and self._catch_up.lost(state) for state in states)
 
-    def keep(self, stage: int | None = None) -> None:
-        """Let no round that `stage` has not applied leave the log until the node offers again: it
-        takes a state over, and these lead on from that."""
-        for state in self._streams.values():
-            state.catching_up |= state.changes(stage)
-
     def reach(self, stage: int | None = None) -> int:
         """Return the earliest round from which logs can bring a state of `stage` up to date.
 

@@ -1,7 +1,9 @@
 """Whole nodes come back with what their folders kept, and go on from there."""
 
 import asyncio
+import errno
 import math
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -14,6 +16,8 @@ from farflock.node.errors import RefusedByRun
 from farflock.node.run.manifest import simulated_default
 from farflock.node.simulate.homes import Homes
 from farflock.node.simulate.lives import SimPeers
+from farflock.node.state import kept_views
+from farflock.node.state.kept_views import KeptViews
 from farflock.node.state.paths import RunFolder
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -122,6 +126,27 @@ def test_a_founder_with_little_patience_says_whom_it_waits_for_and_begins_again(
 
     caplog.set_level("INFO")
     village(bench, text, tmp_path, "diloco", work, count=2, together=2)
+
+
+def test_views_that_a_full_disk_did_not_take_are_kept_once_it_has_room(
+    bench, text, tmp_path, monkeypatch
+):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def work(made):
+        before = made.peer(0).context.views.newest.number
+        with monkeypatch.context() as patch:
+            patch.setattr(kept_views, "write_durably", full)
+            await made.homes.kill(2)
+            await until(lambda: made.peer(0).context.views.newest.number > before, 60, "a view")
+        kept = KeptViews(RunFolder(made.homes.by_number[0].path).views)
+        known = made.peer(0).context.views
+        assert kept.read(known.run).newest.number == before, "nothing was to keep"
+        await asyncio.sleep(2.0)
+        assert kept.read(known.run).newest.hash == known.newest.hash
+
+    village(bench, text, tmp_path, "diloco", work)
 
 
 @pytest.mark.parametrize("branch_after_s", [None, 120.0])
