@@ -7,7 +7,7 @@ between them only waits.
 import asyncio
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -150,6 +150,8 @@ class ExchangeClient:
         self.home = home
         self._codings: dict[str, _Coding] = {}
         self._withheld = withheld.Withheld()
+        # asked last before an offer goes out: by then it may be made of what is given up
+        self.is_left_out: Callable[[], bool] = lambda: False
         self.twin: PeerId = ""  # a peer that was seen to send the same updates as this one
 
     def open(
@@ -202,6 +204,8 @@ class ExchangeClient:
         Raise `OutOfStep` if the group has left this peer behind or holds another state, or if what
         this peer had to send was withheld."""
         key, claim = offer.exchange.key, offer.claim
+        if self.is_left_out():
+            raise OutOfStep("a change of members left this peer out")
         coding = self._codings[key.stream]
         shards = (*offer.payloads, claim.notes) if coding.noted else offer.payloads
         outcome = await self.peer.exchange(

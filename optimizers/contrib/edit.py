@@ -277,6 +277,7 @@ class EDiT(OuterMethod):
         if number >= self._round:
             self._early[number] = (workers, mean)
         else:
+            self._delta_round = number  # a stage that begins anew has none of the rounds before
             self._move(replica, workers, mean, result)
             self._start = {} if exchange.tensors else self._start
         return []
@@ -352,7 +353,7 @@ class EDiT(OuterMethod):
         """Make the outer step of the next round of means, by layer.
 
         `result` is None if the round was decided without this peer."""
-        weights = self._weights.pop(self._delta_round)
+        weights = self._weights.pop(self._delta_round, {})
         self._delta_round += 1
         if not mean:
             return

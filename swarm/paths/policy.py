@@ -147,7 +147,8 @@ class SwarmPaths(_AllStages):
             self._seen = serving
             for balancer, servers in zip(self._balancers, serving.stages, strict=True):
                 balancer.refresh(servers, now_s)
-        return self._balancers[stage].choose(size, now_s, exclude)
+        balancer = self._balancers[stage]
+        return balancer.choose(size, now_s, exclude) or balancer.first_back(exclude)
 
     def on_result(self, call: FinishedCall, outcome: CallOutcome, now_s: float) -> None:
         balancer = self._balancers[call.stage]

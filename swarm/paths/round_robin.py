@@ -158,6 +158,13 @@ class Balancer:
             self._charge(chosen, task_size)
         return chosen
 
+    def first_back(self, exclude: Collection[PeerId] = ()) -> PeerId | None:
+        """Return the banned server whose ban ends first, to ask it where `choose` has none: the
+        failure may have been of the moment, as in a partition that has ended, and the only server
+        of a stage is worth another call."""
+        bans = {p: ban for p, ban in self._bans.items() if p in self._servers and p not in exclude}
+        return min(bans, key=lambda peer: (bans[peer].until_s, peer), default=None)
+
     def finished(
         self,
         peer: PeerId,

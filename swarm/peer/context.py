@@ -154,6 +154,15 @@ class PeerContext:
         """True if this peer is in the newest view that it knows, in this life."""
         return self.chain is not None and self.my_index(self.chain.newest) is not None
 
+    def stayed(self, since: int) -> bool:
+        """True if each later view that is known lists this life."""
+        for entry in reversed(self.views.views):
+            if entry.view.number <= since:
+                break
+            if self.my_index(entry.view) is None:
+                return False
+        return True
+
     def give_up(self) -> None:
         """Never act again in the views known so far: our promises in them are being forgotten."""
         for entry in self.views.views:

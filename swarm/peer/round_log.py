@@ -62,9 +62,11 @@ class LoggedRound:
 
 @dataclass(frozen=True, slots=True)
 class OpenOffer:
-    """This peer's offer to a round; the node waits for the outcome until `ends_s` (local clock)."""
+    """This peer's offer to a round, made in view number `view`; the node waits for the outcome
+    until `ends_s` (local clock)."""
 
     offer: Offer
+    view: int
     ends_s: float
     outcome: asyncio.Future[RoundOutcome]
 
@@ -85,6 +87,7 @@ class StreamState:
     )
     old_log_bytes: int = 0
     offers: dict[int, OpenOffer] = field(default_factory=dict)  # ours, by round, unresolved
+    withdrawn: set[int] = field(default_factory=set)  # rounds to which an offer of ours was dropped
     asked_s: float = 0.0
     applied: int = -1  # the last round that the node is past, as far as it said
     # whether the node replays rounds: none that it has not applied leaves the log
@@ -119,6 +122,18 @@ class StreamState:
         placed = self.offers.get(number)
         if placed is not None and not placed.outcome.done():
             placed.outcome.set_result(outcome)
+
+    def withdraw(self, number: int) -> None:
+        """Note that this peer does not wait for a round any more, in which its offer may be."""
+        self.withdrawn = {at for at in self.withdrawn if at in self.log or at > self.newest}
+        self.withdrawn.add(number)
+
+    def to_offer(self, outcome: RoundOutcome) -> RoundOutcome:
+        """Return an outcome as that of the present offer: what was taken may be of an earlier one,
+        made of work that this peer has given up since."""
+        if outcome.key.round not in self.withdrawn:
+            return outcome
+        return replace(outcome, taken=(False,) * len(outcome.taken))
 
     @property
     def whole(self) -> int:

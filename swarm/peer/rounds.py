@@ -92,14 +92,16 @@ class Rounds:
         state.catching_up = False
         try:
             if (known := self.decided(name, number)) is not None:
-                return known
+                return state.to_offer(known)
             assert number not in state.offers, f"{offer.key} is asked for twice"
             ends_s = self._context.now() + state.stream.terms.deadline_s
-            placed = state.offers[number] = OpenOffer(
-                offer, ends_s, asyncio.get_running_loop().create_future()
-            )
+            view, outcome = self._context.views.newest, asyncio.get_running_loop().create_future()
+            placed = state.offers[number] = OpenOffer(offer, view.number, ends_s, outcome)
             self._open_rounds.place_offers(state)
-            return await placed.outcome
+            return state.to_offer(await placed.outcome)
+        except asyncio.CancelledError:
+            state.withdraw(number)
+            raise
         finally:
             state.offers.pop(number, None)
             if offer.key not in self.machines:  # a live machine releases them when it completes
@@ -384,6 +386,10 @@ class OpenRounds:
         if placed is None:
             return
         offer = placed.offer
+        if state.stream.stage is not None and not self._context.stayed(placed.view):
+            # what it is made of has been asked for elsewhere (node/pipeline/lifecycle/left_out.py)
+            state.resolve(state.next, RoundOutcome(offer.key, "lost", state.next))
+            return
         view = self._context.views.at(offer.key.round, state.stream.stage)
         machine = self.begin(state, offer.key, view) if view is not None else None
         if machine is None or not machine.roster.contributes:

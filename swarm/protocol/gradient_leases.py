@@ -81,7 +81,7 @@ class GradientLeases:
     def confirm(self, key: GradientKey, attempt: int) -> Confirmed:
         """Answer a trainer's confirmation: `merge` it now, it is `merged`, or it is `unknown`."""
         slot = self._slots.get(key)
-        if key in self._committed or (slot is not None and slot.phase in ("merged", "offered")):
+        if self.is_merged(key):
             return "merged"
         if slot is not None and slot.phase == "staged" and slot.attempt == attempt:
             slot.phase = "merged"
@@ -139,6 +139,11 @@ class GradientLeases:
     def reset(self) -> None:
         """Drop everything: after leaving the group or adopting a state, nothing will count."""
         self._slots.clear()
+
+    def is_merged(self, key: GradientKey) -> bool:
+        """True if a gradient is in this server's sum or in a contribution, or counts already."""
+        slot = self._slots.get(key)
+        return key in self._committed or (slot is not None and slot.phase in ("merged", "offered"))
 
     def is_offered(self, key: GradientKey) -> bool:
         """True if a contribution with this key is on its way into a round."""

@@ -105,8 +105,15 @@ class Nodes:
         assert ended(self.processes[name], name, self.told) == 0, self.told()
 
     def events(self, name: str):
-        lines = (self.folder / name / "events.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        lines = (self.folder / name / "events.jsonl").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def peers_since(self, name: str, kind: str):
+        """How many peers its rounds had after its first event of a kind."""
+        events = self.events(name)
+        kinds = [event["kind"] for event in events]
+        later = events[kinds.index(kind) :] if kind in kinds else []
+        return {event["peers"] for event in later if event["kind"] == "round"}
 
     def kinds(self, name: str):
         passed = ("round", "evaluation")
@@ -176,7 +183,8 @@ def test_a_founder_that_was_killed_goes_back_into_the_swarm_that_went_on_without
     for name in ("b", "c"):
         swarm.brake(name, 0.5)  # a process may take long to start
     swarm.found("founder")
-    swarm.wait("founder", lambda status: status["step"] > 0)
+    swarm.wait("founder", lambda status: status["is_member"] and status["step"] > 0)
+    swarm.wait("founder", lambda status: 3 in swarm.peers_since("founder", "joined"))
     for name in swarm.processes:
         swarm.brake(name, 0.0)
     for name in swarm.processes:
@@ -185,9 +193,6 @@ def test_a_founder_that_was_killed_goes_back_into_the_swarm_that_went_on_without
     assert "resumed" not in swarm.kinds("founder")
     assert swarm.status("founder")["step"] > max(int(name.split("-")[1]) for name in saved)
     assert swarm.status("founder")["tokens"] >= 80_000 > before["tokens"]
-    events = swarm.events("founder")
-    again = events[[event["kind"] for event in events].index("joined") :]
-    assert 3 in {event["peers"] for event in again if event["kind"] == "round"}
     assert len({swarm.model(name) for name in swarm.processes}) == 1
 
 

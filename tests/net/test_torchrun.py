@@ -159,7 +159,10 @@ def test_two_processes_are_one_peer_that_is_killed_and_resumes(peers, tmp_path):
         before = together(two)
         two.start("join", invite, launcher=TORCHRUN)
         began = two.reaches(lambda status: True)["step"]
-        two.reaches(lambda status: together(two) >= before + 2)
+        # not those alone that it replays: its last life was in them
+        two.reaches(lambda status: status["is_member"] and together(two) >= before + 2)
+        counted = together(two)
+        two.reaches(lambda status: together(two) > counted)
         return began
 
     joins()

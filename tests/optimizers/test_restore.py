@@ -2,12 +2,13 @@
 adopted in the way that is asked for."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from farflock.optimizers.catalog import METHODS
-from farflock.optimizers.method import Progress, Result
+from farflock.optimizers.method import All, Exchange, Progress, Result
 from farflock.optimizers.parts.state import WrongState, state_hash
 
 each_method = pytest.mark.parametrize("name", METHODS)
@@ -180,3 +181,28 @@ def test_what_is_adopted_has_no_old_state_beside_it(quick, vectors, monkeypatch,
     monkeypatch.setattr(type(replica), "allocate", lambda replica, shape: allocate(shape))
     made.restore(replica, state, mode)
     assert counts == [left] * 4
+
+
+@each_method
+def test_a_method_that_begins_after_rounds_that_it_has_not_seen_goes_on_with_the_next(
+    quick, vectors, name
+):
+    """A stage that nobody serves any more begins anew at the number that it had: to its method the
+    rounds before have failed."""
+    made, replica = quick(name), vectors(a=torch.arange(4.0), b=torch.ones(2, 3))
+    templates = made.streams(replica)
+    lasts = {each.key.stream: each.key.round + 5 * each.stride for each in templates}
+    made.snapshot(replica)
+    for each in templates:
+        key = replace(each.key, round=lasts[each.key.stream])
+        failed = Result("failed", key.round + each.stride)
+        assert not made.apply(replica, Exchange(key, "mean", All(), {}), failed)
+    firsts = {}
+    for step in range(20):
+        replica.add_gradient(a=torch.ones(4), b=torch.ones(2, 3))
+        made.local_step(replica, Progress(step))
+        for exchange in made.due(replica, Progress(step + 1)):
+            firsts.setdefault(exchange.key.stream, exchange.key.round)
+    strides = {each.key.stream: each.stride for each in templates}
+    assert firsts or not templates
+    assert all(number == lasts[stream] + strides[stream] for stream, number in firsts.items())

@@ -17,7 +17,7 @@ from farflock.node.model.replica import PlainReplica, Storage, in_memory
 from farflock.node.model.weights_folder import WeightsFolder, initial
 from farflock.node.pipeline.lifecycle.features import edge_ends, weight_versions
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
-from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
+from farflock.node.pipeline.lifecycle.left_out import watched
 from farflock.node.pipeline.passes.constraint import (
     ConstrainedReplica,
     ConstrainedStage,
@@ -133,8 +133,9 @@ class Assembly:
             tasks = core.loop.under_way
             return any(key in tasks and not tasks[key].done() for key in awaited)
 
-        async def before_step() -> None:
+        async def before_step() -> bool:
             await core.state_sync.let_leave()
+            return await left_out.may_step()
 
         def report_delay(fields: dict[str, object]) -> None:
             means.report("delay", {"stage": index, **fields})
@@ -165,7 +166,7 @@ class Assembly:
         core = Core.over(
             peer, driver, task, means.compute, train, report, stage=index, spool=means.spool
         )
-        core.loop.adopt = _over
+        left_out = watched(core, server, batch, index)
         if isinstance(counting := driver.method, Counting) and counting.shares_replica:
             core.state_sync.may_leave = lambda: counting.is_counted
         return StageNode(index, peer, stage.model, core.state_sync, core.loop, task, server, batch)
@@ -222,10 +223,6 @@ class Assembly:
             "%s has no float64, which this run's stages need: they compute on the CPU", device.name
         )
         return Device()
-
-
-async def _over(reason: str) -> None:
-    raise LifeOver(reason)
 
 
 def of_share(schedule: Schedule, share: Fraction) -> Schedule:

@@ -64,6 +64,10 @@ class AccumulatorByRound:
         self._losses[round_number] = self._losses.get(round_number, 0.0) + (loss_sum or 0.0)
         self.rounds[key] = round_number
 
+    def clear(self) -> None:
+        """Drop all."""
+        self.take()
+
     def take(self, is_late: Callable[[int], bool] = lambda number: False) -> AccumulatedGradient:
         """Take all sums and start again from zero. They are added oldest first, without the
         gradients of rounds for which `is_late` is true."""
@@ -109,11 +113,20 @@ class StageAccounts:
 
     # merging
 
-    def count_merge(self) -> None:
-        """Count one more merge, and wake up the task that waits for a step."""
-        self._unclosed += 1
+    def count_merge(self, key: GradientKey) -> None:
+        """Count one more merge, unless it was given up meanwhile, and wake up the task that waits
+        for a step."""
+        self._unclosed += self._staging.is_merged(key)
         self.merges += 1
         self.merged.set()
+
+    def renounce(self) -> int:
+        """Give up all that no round has named, but for the `sums`, which the worker clears; return
+        the number of microbatches."""
+        self._staging.reset()
+        count, self._unclosed = self._unclosed, 0
+        self.taken, self.late = {}, frozenset()
+        return count
 
     @property
     def tokens(self) -> int:

@@ -129,8 +129,9 @@ class UnmergedTokens:
             self._merged[merge.stream] = max(self._merged[merge.stream], told)
 
     def forget(self) -> None:
-        """Forget the open merges."""
+        """Forget the open merges, and what is not counted."""
         self._in_merge.clear()
+        self._trained = self._offered = 0
 
 
 @dataclass(slots=True)

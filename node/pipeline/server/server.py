@@ -237,7 +237,14 @@ class StageServer:
         await self.computing.compute(
             lambda: self.accounts.sums.add(key, found.staged, found.loss_sum, found.round)
         )
-        self.accounts.count_merge()
+        self.accounts.count_merge(key)
+
+    def renounce(self) -> int:
+        """Give up all that no round has named, and return the number of merged microbatches."""
+        count = self.accounts.renounce()
+        self.pending.expire(self._now())
+        self._call_up()
+        return count
 
     # computing
 

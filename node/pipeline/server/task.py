@@ -84,12 +84,17 @@ class BatchTrigger:
     tokens: int
     stopping: Callable[[], bool]
     is_open: Callable[[], bool] = lambda: False
+    # whether what is merged is to be given up: no more may come before that
+    is_left_out: Callable[[], bool] = lambda: False
     steps: int = 0  # since the last round
     _round: int = -1
 
     async def full(self) -> bool:
-        """Wait until a step is due. Return False once `stopping()` is true."""
+        """Wait until a step is due, or what goes before one. Return False once `stopping()` is
+        true."""
         while not self.stopping():
+            if self.is_left_out():
+                return True
             # cleared before the check, so that a change during the check is not missed
             self.accounts.merged.clear()
             self.tallies.changed.clear()
@@ -143,16 +148,15 @@ async def _either(*events: asyncio.Event) -> None:
 
 
 def gated(
-    batch: BatchTrigger, train: Train, before: Callable[[], Awaitable[None]] | None = None
+    batch: BatchTrigger, train: Train, before: Callable[[], Awaitable[bool]] | None = None
 ) -> Train:
-    """Wrap `train` so that it waits until a step is due, and for what goes `before` it; it returns
-    None once no more steps will be."""
+    """Wrap `train` so that it waits until a step is due, and for what goes `before` it, which may
+    put it off; it returns None once no more steps will be."""
 
     async def step(work: Callable[[], Loss]) -> Loss | None:
-        if not await batch.full():
-            return None
-        if before is not None:
-            await before()
-        return await train(work)
+        while await batch.full():
+            if before is None or await before():
+                return await train(work)
+        return None
 
     return step

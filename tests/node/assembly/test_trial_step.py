@@ -66,6 +66,7 @@ def test_what_does_not_fit_is_halved_until_it_does_and_leaves_nothing(card_of):
     assert CARD.used_bytes == before
     CARD.capacity_bytes = before + reckoned(run, 2)
     assert fitting(run, there, PLAIN) == StepOptions(micro_batch=2)
+    there.release()
     # what lies there beside the model takes its room
     beside = reckoned(run, 2) - reckoned(run, 1)
     assert fitting(run, there, PLAIN, beside) == StepOptions(micro_batch=1)

@@ -61,10 +61,13 @@ def test_a_seed_violates_nothing_and_its_disasters_strike(seed):
 
 
 @pytest.mark.ci_more
-def test_a_seed_that_failed_once():
-    """Past the deadline of a second message, which the first stream waits for, a server made steps
-    without work for ever, as others had begun the next round."""
-    assert run_pipeline_seed(78).violations == []
+@pytest.mark.parametrize("seed", [78, 86, 88, 109, 114, 139])
+def test_a_seed_that_failed_once(seed):
+    """78: past the deadline of a second message, which the first stream waits for, a server made
+    steps without work for ever, as others had begun the next round. 86, 109: the only server of a
+    stage that had been left out, as by a partition, was asked for nothing any more; 88, 139: what
+    it had merged counted twice. 114: `edit` at a stage that begins anew had no norms."""
+    assert run_pipeline_seed(seed).violations == []
 
 
 def test_the_same_seed_gives_the_same_report():

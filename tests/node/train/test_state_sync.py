@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from farflock.node.pipeline.lifecycle import left_out
 from farflock.node.state import cut as cuts
 from farflock.node.state import spool
 from farflock.node.state.cut import raw
@@ -322,6 +323,32 @@ def test_a_newcomer_that_is_restarted_at_a_slow_line_or_loses_frames_fetches_wha
     under_way = 7 * (len(lives) - 1)  # chunks of the life that ended
     assert sent_bytes < 1.3 * 4096 * (len(fetched) + under_way)
     assert len(fetched) == len(set(fetched)) > 10
+
+
+@pytest.mark.parametrize("name", ["diloco", "streaming", "ddp"])
+def test_a_node_goes_back_to_the_state_after_its_last_round(bench, text, name):
+    """Of exact methods all local work is gone, and the tokens of it."""
+    made = bench(text, name, peers=1)
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            node.found()
+            driver = node.loop.driver
+            before, first = expected_of(node), driver.replica.read(driver.replica.names, "param")
+            beside = []
+            driver.local_step(node.loop.progress)
+            node.loop.train_one(node.loop.progress)
+            driver.trained(8, 1)
+            assert driver.position.own_tokens == 8
+            left_out.go_back(driver, lambda: beside.append("here"))
+            node.state_sync.open(driver.position.rounds, driver.position.agreed_tokens)
+            assert beside == ["here"]
+            assert same(before, expected_of(node))
+            assert same(first, driver.replica.read(driver.replica.names, "param"))
+            assert driver.position.own_tokens == 0
+
+    run_virtual(main())
 
 
 # A snapshot is of one moment.

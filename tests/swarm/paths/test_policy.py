@@ -193,15 +193,23 @@ def test_wiring_gives_each_stage_work_by_measured_speed_and_counts_backward_call
 
 
 def test_wiring_bans_at_the_stage_where_a_call_failed_and_says_when_to_ask_again():
-    policy, known = SwarmPaths(STAGES, random.Random(0)), serving(1, 1, 1)
-    assert policy.next_hop(Microbatch(0, 0, 0), 1, known, 0.0) == "s1-0"
+    policy, known = SwarmPaths(STAGES, random.Random(0)), serving(1, 2, 1)
+
+    def asked(stage, known, now_s):
+        found = (policy.next_hop(Microbatch(0, 0, 0), stage, known, now_s) for _ in range(6))
+        return set(found)
+
+    assert asked(1, known, 0.0) == {"s1-0", "s1-1"}
     for outcome in ("busy", "deadline", "done"):
         policy.on_result(FinishedCall("s1-0", 1, 1.0, 0.0), outcome, 1.0)
-        assert policy.next_hop(Microbatch(0, 0, 0), 1, known, 2.0) == "s1-0"
+        assert "s1-0" in asked(1, known, 2.0)
     policy.on_result(FinishedCall("s1-0", 1, 1.0, 0.0), "dial", 5.0)
-    assert policy.next_hop(Microbatch(0, 0, 0), 1, known, 6.0) is None
+    assert asked(1, known, 6.0) == {"s1-1"}
     assert policy.retry_s(1) == 5.0 + DIAL_BAN_S
     assert policy.retry_s(0) is None
-    assert policy.next_hop(Microbatch(0, 0, 0), 0, known, 6.0) == "s0-0"
-    newer = StageServers(1, (*known.stages[:1], (Announced("s1-0", 2),), *known.stages[2:]))
-    assert policy.next_hop(Microbatch(0, 0, 0), 1, newer, 7.0) == "s1-0"
+    policy.on_result(FinishedCall("s1-1", 1, 1.0, 0.0), "rpc", 6.0)
+    assert asked(1, known, 7.0) == {"s1-0"}, "of a stage's only servers, one is asked all the same"
+    policy.on_result(FinishedCall("s0-0", 0, 1.0, 0.0), "rpc", 6.0)
+    assert asked(0, known, 6.0) == {"s0-0"}
+    newer = StageServers(1, (*known.stages[:1], (Announced("s1-1", 2),), *known.stages[2:]))
+    assert asked(1, newer, 7.0) == {"s1-1"}

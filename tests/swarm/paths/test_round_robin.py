@@ -306,6 +306,17 @@ def test_with_all_banned_or_excluded_the_answer_is_none_and_when_to_ask_again():
     assert Balancer(random.Random(0)).choose(1.0, 0.0) is None
 
 
+def test_of_banned_servers_the_one_whose_ban_ends_first_may_be_asked():
+    balancer = stage({"a": 1.0, "b": 1.0, "c": 1.0})
+    assert balancer.first_back() is None
+    balancer.failed("a", "rpc", 0.0)
+    balancer.failed("b", "dial", 0.0)
+    assert balancer.first_back() == "b"
+    assert balancer.first_back(exclude=("b",)) == "a"
+    balancer.refresh([Announced("a", 1), Announced("c", 1)], 1.0)
+    assert balancer.first_back() == "a", "b is not here"
+
+
 def test_a_server_passed_over_once_is_next_as_soon_as_it_may_be():
     balancer = stage({"a": 1.0, "b": 1.0})
     assert visits(balancer, 5, exclude=("a",)) == {"b": 5}

@@ -207,13 +207,35 @@ async def test_a_step_that_is_due_waits_for_what_goes_before_it(batch, server, g
     async def before():
         await asyncio.sleep(0.1)
         done.append("before")
+        batch.steps = 0 if len(done) == 1 else batch.steps
+        return len(done) > 1
 
     step = gated(batch, train, before)
     group.others = 3 * MICROBATCH
     await step(lambda: 0.5)
     stop()
     await step(lambda: 0.7)
-    assert done == ["before", "step"], "nothing goes before a step that is not made"
+    assert done == ["before", "before", "step"], "it was put off once; none is made after the end"
+
+
+@waiting
+async def test_what_goes_before_a_step_is_done_at_once_where_the_work_is_to_be_given_up(
+    batch, server, group, stop
+):
+    is_left_out, done = [], []
+    batch.is_left_out = lambda: bool(is_left_out)
+
+    async def before():
+        is_left_out.clear()
+        done.append(asyncio.get_running_loop().time())
+        return False
+
+    later(0.1, lambda: is_left_out.append(True))
+    later(3.0, stop)
+    assert await gated(batch, None, before)(lambda: 0.5) is None
+    assert len(done) == 1
+    assert done[0] <= 0.1 + LOOK_EVERY_S
+    assert batch.steps == 0
 
 
 @waiting

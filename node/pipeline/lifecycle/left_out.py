@@ -1,0 +1,114 @@
+"""Work of a stage server that a view has left out, although it is there again in the same life.
+
+While it is left out, as behind a broken cable, trainers ask other servers for what it had merged
+and no round has named (decision 014). If it brought that to a later round, it would count twice. So
+it gives up all that no round has named, and goes back to the state after its last round. It keeps
+its life, for it may be the only server of its stage: then nobody else has the stage's weights.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from farflock.node.assembly.core import Core
+from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
+from farflock.node.pipeline.server.server import StageServer
+from farflock.node.pipeline.server.task import BatchTrigger
+from farflock.node.train.driver import Driver
+from farflock.node.train.ending import drop
+from farflock.optimizers.parts.stateful import live_state
+from farflock.swarm.peer.context import PeerContext
+
+WHY = "a change of members left this server out"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LeftOutServer:
+    """A server of stage `index`, as far as that goes: `give_up` gives up its work, and returns how
+    many microbatches that were. Weights that are `its_own` are in no other server, and hold such
+    work; a life with these ends where others serve the stage."""
+
+    context: PeerContext
+    index: int
+    its_own: bool
+    give_up: Callable[[], Awaitable[int]]
+    _since: int | None = None  # the last view that was looked at; None: no member yet
+
+    @property
+    def happened(self) -> bool:
+        """True if a view has left this life out since its work was last good."""
+        if self._since is None:
+            views = (entry.view for entry in self.context.views.views)
+            mine = (view.number for view in views if self.context.my_index(view) is not None)
+            self._since = next(mine, None)
+        if self._since is None:
+            return False
+        if not self.context.stayed(self._since):
+            return True
+        self._since = self.context.views.newest.number
+        return False
+
+    async def go_back(self) -> None:
+        """Give up the work, or raise `LifeOver`."""
+        newest = self.context.views.newest
+        servers = {newest.peers[index] for index in newest.serving(self.index)}
+        if self.its_own and servers - {self.context.me}:
+            raise LifeOver(WHY)
+        self._since = newest.number
+        count = await self.give_up()
+        log.warning(
+            "%s: it gives up %d microbatches that had not counted, which their trainers have asked"
+            " others for",
+            *(WHY, count),
+        )
+
+    async def may_step(self) -> bool:
+        """Return whether a step may be made of the work here; give it up if not."""
+        if not self.happened:
+            return True
+        await self.go_back()
+        return False
+
+    async def begin_again(self, reason: str) -> None:
+        """Go on after the group has left this server behind for a reason; raise `LifeOver` if that
+        is another one."""
+        if not self.happened:
+            raise LifeOver(reason)
+        await self.go_back()
+
+
+def watched(core: Core, server: StageServer, batch: BatchTrigger, index: int) -> LeftOutServer:
+    """Return what watches a server of a stage, which goes on from its last round once it has been
+    left out. Its steps are to be asked for with `may_step`."""
+    loop, driver, model = core.loop, core.driver, server.passes.stage.model
+
+    def clear() -> None:
+        server.accounts.sums.clear()
+        model.zero_grad()
+
+    async def give_up() -> int:
+        await drop(loop.under_way)
+        count, batch.steps = server.renounce(), 0
+        await loop.compute(partial(go_back, driver, clear))
+        core.state_sync.open(driver.position.rounds, driver.position.agreed_tokens)
+        return count
+
+    its_own = driver.method.equality == "per-peer"
+    found = LeftOutServer(loop.client.peer.context, index, its_own, give_up)
+    loop.adopt = found.begin_again
+    batch.is_left_out = loop.client.is_left_out = lambda: found.happened
+    return found
+
+
+def go_back(driver: Driver, beside: Callable[[], None]) -> None:
+    """Give up all local work and what waits for a result: the state is that after the last applied
+    rounds again. In the worker, with what is to be done `beside`."""
+    with driver.cuts.changing():
+        shared = live_state(driver.method, driver.replica).shared
+        state = {name: tensor.clone() for name, tensor in shared.items()}
+        driver.method.restore(driver.replica, state, "adopt")
+        driver.forget()
+        beside()
