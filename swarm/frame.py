@@ -16,7 +16,7 @@ import msgspec
 from farflock.swarm.links import MAX_FRAME_BYTES, joined, size_of
 from farflock.swarm.messages import Message, Offer, PairAccept, PairPropose, Piece, Ping, Pong
 
-VERSION = 14
+VERSION = 15
 _HEAD = struct.Struct("<2sBBQII")
 _CHECKSUM = struct.Struct("<I")
 _FIXED_BYTES = _HEAD.size + _CHECKSUM.size

@@ -68,6 +68,7 @@ class FullTrainer:
     async def run(self, enough: Callable[[], bool]) -> None:
         """Train until `enough()` is true or `stopping` is set."""
         while not (self.stopping or enough()):
+            self._drop_given_up()
             if self.commits.hear(self._now()):
                 self.source.settle(self.commits.begun_s)
             if self.may_begin() and self.source.is_ready():
@@ -92,6 +93,14 @@ class FullTrainer:
         ready = [each for each in self._stages if each.server.accounts.untaken(me) >= self._ahead]
         # a stage without a full batch may be waiting for this peer alone, so go on for it
         return not any(each.batch.is_full() for each in ready)
+
+    def _drop_given_up(self) -> None:
+        """Drop what the own stages gave up when a view left this peer out: nobody redoes it."""
+        for stage, local in enumerate(self._stages):
+            given_up, local.server.accounts.own_given_up = local.server.accounts.own_given_up, []
+            for _, number in given_up:
+                self.commits.ledger.committed(stage, [number])
+                self.commits.drop(number, stage)
 
     async def _train(self, microbatch: Microbatch) -> None:
         number, started_s, order = microbatch.step, self._now(), self.source.order(microbatch)

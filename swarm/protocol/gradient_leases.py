@@ -21,6 +21,7 @@ from farflock.swarm.links import PeerId
 
 GradientKey = tuple[PeerId, int]  # (trainer, microbatch)
 MAX_KEYS = 16_384  # microbatches named by one contribution to a stage's round
+OWN = 0  # attempt of this peer's own microbatches; those of requests begin at 1
 REMEMBERED = 4096  # committed keys, and as many refused ones, kept for late requests
 
 Begin = Literal["run", "again", "busy", "nothing"]
@@ -93,7 +94,7 @@ class GradientLeases:
     def own(self, key: GradientKey) -> None:
         """Add a microbatch of this peer's own, already in its sum; it takes no place."""
         assert key not in self._slots, f"{key} is here already"
-        self._slots[key] = _Slot(0, "merged")
+        self._slots[key] = _Slot(OWN, "merged")
 
     def revoke(self, key: GradientKey, attempt: int) -> None:
         """Drop an unmerged gradient up to this attempt: its trainer uses another server's."""
@@ -136,9 +137,12 @@ class GradientLeases:
             self._slots[key].phase = "merged"
         return back
 
-    def reset(self) -> None:
-        """Drop everything: after leaving the group or adopting a state, nothing will count."""
+    def reset(self) -> list[GradientKey]:
+        """Drop everything: after leaving the group, nothing will count. Return the keys of this
+        peer's own, which nobody else is asked for."""
+        own = [key for key, slot in self._slots.items() if slot.attempt == OWN]
         self._slots.clear()
+        return own
 
     def is_merged(self, key: GradientKey) -> bool:
         """True if a gradient is in this server's sum or in a contribution, or counts already."""

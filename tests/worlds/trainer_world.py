@@ -59,6 +59,7 @@ class World:
     script says otherwise; and all that a trainer reads of the swarm."""
 
     me = "t"
+    view_number = 7
     stages = STAGES
 
     def __init__(self, codec="raw", others=(), gone=None, allowance=None, **terms):

@@ -4,6 +4,9 @@ While it is left out, as behind a broken cable, trainers ask other servers for w
 and no round has named (decision 014). If it brought that to a later round, it would count twice. So
 it gives up all that no round has named, and goes back to the state after its last round. It keeps
 its life, for it may be the only server of its stage: then nobody else has the stage's weights.
+
+A trainer that has yet to hear of it believes that nothing has changed, and will ask others once it
+hears. So a server that is back merges only for trainers that know the view which took it in again.
 """
 
 import logging
@@ -19,6 +22,7 @@ from farflock.node.train.driver import Driver
 from farflock.node.train.ending import drop
 from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.protocol.views import Member, View
 
 WHY = "a change of members left this server out"
 
@@ -29,13 +33,18 @@ log = logging.getLogger(__name__)
 class LeftOutServer:
     """A server of stage `index`, as far as that goes: `give_up` gives up its work, and returns how
     many microbatches that were. Weights that are `its_own` are in no other server, and hold such
-    work; a life with these ends where others serve the stage."""
+    work."""
 
     context: PeerContext
     index: int
     its_own: bool
     give_up: Callable[[], Awaitable[int]]
     _since: int | None = None  # the last view that was looked at; None: no member yet
+
+    def is_known_in(self, view: int) -> bool:
+        """Return whether a peer that knows views up to this number knows of this membership."""
+        since = self.context.member_since
+        return since is not None and since <= view
 
     @property
     def happened(self) -> bool:
@@ -52,18 +61,27 @@ class LeftOutServer:
         return False
 
     async def go_back(self) -> None:
-        """Give up the work, or raise `LifeOver`."""
-        newest = self.context.views.newest
-        servers = {newest.peers[index] for index in newest.serving(self.index)}
-        if self.its_own and servers - {self.context.me}:
+        """Give up the work; raise `LifeOver` where others serve the stage now. They have what is
+        needed in place of weights of its own; and if none of them did when this server was still
+        in, they may have begun the stage anew."""
+        views, newest = self.context.views.views, self.context.views.newest
+        known = (entry.view for entry in views if entry.view.number == self._since)
+        before = set().union(*map(self._twins, known))
+        others = self._twins(newest)
+        if others and (self.its_own or not others & before):
             raise LifeOver(WHY)
         self._since = newest.number
-        count = await self.give_up()
-        log.warning(
-            "%s: it gives up %d microbatches that had not counted, which their trainers have asked"
-            " others for",
-            *(WHY, count),
-        )
+        if count := await self.give_up():
+            log.warning(
+                "%s: it gives up %d microbatches that had not counted, which their trainers ask"
+                " for again",
+                *(WHY, count),
+            )
+
+    def _twins(self, view: View) -> set[Member]:
+        """Return the other members that serve the stage in a view."""
+        found = {view.members[index] for index in view.serving(self.index)}
+        return {member for member in found if member.peer != self.context.me}
 
     async def may_step(self) -> bool:
         """Return whether a step may be made of the work here; give it up if not."""
@@ -98,7 +116,7 @@ def watched(core: Core, server: StageServer, batch: BatchTrigger, index: int) ->
 
     its_own = driver.method.equality == "per-peer"
     found = LeftOutServer(loop.client.peer.context, index, its_own, give_up)
-    loop.adopt = found.begin_again
+    loop.adopt, server.is_known_in = found.begin_again, found.is_known_in
     batch.is_left_out = loop.client.is_left_out = lambda: found.happened
     return found
 

@@ -102,11 +102,13 @@ class Backward(_Body, frozen=True, tag="backward"):
 
 
 class Confirm(_Body, frozen=True, tag="confirm"):
-    """Asks to merge the pending gradient of this attempt."""
+    """Asks to merge the pending gradient of this attempt; `view` is the newest that the trainer
+    knows."""
 
     number: Count
     stage: StageIndex
     attempt: Count
+    view: Count = 0
 
 
 class Revoke(_Body, frozen=True, tag="revoke"):

@@ -107,6 +107,7 @@ class StageAccounts:
         self.taken: dict[GradientKey, _Step] = {}  # by steps, and not yet named by a round
         self.late: frozenset[GradientKey] = frozenset()  # left out and not yet named by a round
         self.rounds_over: collections.deque[tuple[int, bytes]] = collections.deque()
+        self.own_given_up: list[GradientKey] = []  # by a full replica, whose trainer takes them
         self._unclosed = 0  # merged microbatches not known to count
         self.merges = self.left_out = 0  # microbatches in total
         self.merged = asyncio.Event()  # set by each merge, cleared by the waiter
@@ -123,7 +124,7 @@ class StageAccounts:
     def renounce(self) -> int:
         """Give up all that no round has named, but for the `sums`, which the worker clears; return
         the number of microbatches."""
-        self._staging.reset()
+        self.own_given_up += self._staging.reset()
         count, self._unclosed = self._unclosed, 0
         self.taken, self.late = {}, frozenset()
         return count

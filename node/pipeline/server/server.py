@@ -124,6 +124,8 @@ class StageServer:
         self.accounts = StageAccounts(
             staging, versions, applied, terms.staleness, tokens, knows_loss=knows_loss
         )
+        # whether a trainer that knows views up to this number knows of this server's membership
+        self.is_known_in: Callable[[int], bool] = lambda view: True
         self._queue: StageQueue[_Job] = StageQueue(terms.queue, terms.together)
         self._waiting = asyncio.Event()
         self._rest: Rest | None = None  # of passes that were begun
@@ -163,7 +165,9 @@ class StageServer:
                 return await self._enqueue(_job(caller, asked, payloads))
             case Backward():
                 return await self._backward(key, asked.attempt, _job(caller, asked, payloads))
-            case Confirm(attempt=attempt):
+            case Confirm(attempt=attempt, view=view):
+                if not self.is_known_in(view):
+                    return CallReply(encode(Busy()))  # it asks again once it knows later views
                 return CallReply(encode(await self._confirm(key, attempt)))
             case Revoke(attempt=attempt):
                 self.pending.revoke(key, attempt)

@@ -22,15 +22,17 @@ HOPE_S = 20.0  # wait for notes of a round whose servers are all gone: an onlook
 
 @dataclass(frozen=True, slots=True)
 class ServerLife:
-    """One life of a peer that serves a stage."""
+    """One life of a peer that serves a stage; `returns` counts how often views without it came in
+    between. What it had before one of them is given up (node/pipeline/lifecycle/left_out.py)."""
 
     peer: PeerId
     life: int
+    returns: int = 0
 
     @property
     def name(self) -> str:
-        """The life's unique name."""
-        return f"{self.peer}/{self.life}"
+        """The unique name of this membership."""
+        return f"{self.peer}/{self.life}" + (f"+{self.returns}" if self.returns else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class StageDirectory:
         # by stage, the next round to read
         self._heard = {stage: stream.first for stage, stream in streams.items()}
         self._view = -1  # the number of the last view read
+        # how often each life that a kept view lists has come back to the views
+        self._returns: dict[tuple[PeerId, int], int] = {}
         # the stage, the server, and the first round without it
         self._leaving: list[tuple[int, ServerLife, int]] = []
         self._serving: tuple[tuple[object, ...], StageServers] | None = None
@@ -66,7 +70,7 @@ class StageDirectory:
         self._silent_s: dict[int, tuple[int, float]] = {}  # a round that may be lost; since when
         # By stage and server, the weight of its contribution to the last round that took one. In
         # a count, that is the number of tokens that count and were merged nowhere.
-        self._weights: dict[tuple[int, ServerLife], float] = {}
+        self._weights: dict[tuple[int, tuple[PeerId, int]], float] = {}
         self.lost_tokens = 0  # at most so many of those were left with the servers that left
 
     @property
@@ -110,17 +114,23 @@ class StageDirectory:
         serves_others = self._whole or member.stage != EVERY
         return serves_others and not self._peer.context.gone(view, member.peer)
 
+    @property
+    def view_number(self) -> int:
+        """The number of the newest view, of which what is asked here takes account."""
+        return self._peer.context.views.newest.number
+
     def at(self, stage: int, peer: PeerId) -> ServerLife | None:
         """Return the life of this peer that serves the stage now, or None."""
+        self._follow()
         for member in self._members(self._peer.context.views.newest, stage):
             if member.peer == peer:
-                return ServerLife(peer, member.incarnation)
+                return self._server(member)
         return None
 
     def server(self, name: str) -> ServerLife | None:
         """Return the server life with this name, or None if it is no longer a member."""
-        members = self._peer.context.views.newest.members
-        servers = (ServerLife(member.peer, member.incarnation) for member in members)
+        self._follow()
+        servers = map(self._server, self._peer.context.views.newest.members)
         return next((server for server in servers if server.name == name), None)
 
     def named(self) -> Iterator[tuple[int, list[GradientKey]]]:
@@ -149,8 +159,8 @@ class StageDirectory:
         entry = self._peer.rounds.streams[self.streams[stage].name].entry(number)
         for member in self._members(view, stage) if view is not None else ():
             if entry is not None and member.peer in entry.weights:
-                server = ServerLife(member.peer, member.incarnation)
-                self._weights[stage, server] = entry.weights[member.peer]
+                life = member.peer, member.incarnation
+                self._weights[stage, life] = entry.weights[member.peer]
 
     def _is_past_hope(self, stage: int, name: str) -> bool:
         """True if the next round is over and all its members have been gone for `HOPE_S`: its notes
@@ -174,29 +184,49 @@ class StageDirectory:
 
     def left(self) -> Iterator[tuple[int, str]]:
         """Yield (stage, server) for servers that left the view, once their rounds are known."""
-        views = [entry.view for entry in self._peer.context.views.views]
-        views = [view for view in views if view.number >= self._view]
+        self._follow()
+        # not before its last round is read: that round may still count what it merged
+        over = [entry for entry in self._leaving if self._heard[entry[0]] >= entry[2]]
+        self._leaving = [entry for entry in self._leaving if entry not in over]
+        for stage, server, _ in over:
+            self.lost_tokens += int(self._weights.pop((stage, (server.peer, server.life)), 0.0))
+            yield stage, server.name
+
+    def _follow(self) -> None:
+        """Read the views since the last one read: who has left them, and who is back."""
+        chain = [entry.view for entry in self._peer.context.views.views]
+        views = [view for view in chain if view.number >= self._view]
+        if views[-1].number == self._view:
+            return
         for before, after in itertools.pairwise(views):
             for stage in range(self.stages):
                 gone = set(self._members(before, stage)) - set(after.members)
                 begins = axes.at(after.begins, stage)
                 self._leaving += [
-                    (stage, ServerLife(member.peer, member.incarnation), begins)
+                    (stage, self._server(member), begins)
                     for member in sorted(gone, key=lambda member: member.peer)
                 ]
+            for life in _lives(after) - _lives(before):
+                self._returns[life] = self._returns.get(life, -1) + 1
+            for life in _lives(before):
+                self._returns.setdefault(life, 0)
         self._view = views[-1].number
-        # not before its last round is read: that round may still count what it merged
-        over = [entry for entry in self._leaving if self._heard[entry[0]] >= entry[2]]
-        self._leaving = [entry for entry in self._leaving if entry not in over]
-        for stage, server, _ in over:
-            self.lost_tokens += int(self._weights.pop((stage, server), 0.0))
-            yield stage, server.name
+        kept = set().union(*map(_lives, chain))
+        self._returns = {life: count for life, count in self._returns.items() if life in kept}
+
+    def _server(self, member: Member) -> ServerLife:
+        life = member.peer, member.incarnation
+        return ServerLife(*life, self._returns.get(life, 0))
 
     def _members(self, view: View, stage: int) -> list[Member]:
         return [view.members[index] for index in view.serving(stage)]
 
     def _announced(self, member: Member) -> Announced:
         return Announced(member.peer, member.incarnation)
+
+
+def _lives(view: View) -> set[tuple[PeerId, int]]:
+    return {(member.peer, member.incarnation) for member in view.members}
 
 
 def _lanes(view: View) -> dict[PeerId, int]:

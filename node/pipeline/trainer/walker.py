@@ -233,7 +233,8 @@ class Walker:
             server = self._stage_directory.server(name)
             if server is None:
                 return  # it has left: its last rounds decide what counts
-            match (await self._client.ask(server, Confirm(*place, attempt))).answer:
+            confirm = Confirm(*place, attempt, self._stage_directory.view_number)
+            match (await self._client.ask(server, confirm)).answer:
                 case Merged():
                     ledger.merged(place, attempt)
                 case Unknown():

@@ -31,6 +31,7 @@ class Server:
         self.stage, self.here, self.taken = Stage(build(MODEL, 3, span).double()), [], 0
         self.passes = SimpleNamespace(graphs=KeptGraphs(self.stage))
         self.applied, self.rounds = -1, []
+        self.own_given_up = []
         self.enough = True  # whether the stage's next step has all it needs
 
     def is_full(self):
@@ -156,6 +157,19 @@ def test_one_that_leaves_a_stage_out_has_the_gradient_of_the_others_and_counts_w
     expected = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
     for name, x in world.servers[0].here[0][1].gradients.items():
         torch.testing.assert_close(x, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_what_its_stages_gave_up_is_dropped_and_makes_room_for_more():
+    world = ReplicaWorld(kept=1)
+
+    def give_up():
+        for server in world.servers:
+            server.own_given_up = [("me", FIRST)]
+
+    trainer = world.run(4 * WHOLE_S, at_15=give_up)
+    assert world.numbers() == [FIRST, FIRST + 1]
+    assert (trainer.commits.dropped, trainer.commits.finished, trainer.kept) == (STAGES, 0, 1)
+    assert not any(server.own_given_up for server in world.servers)
 
 
 def test_the_rounds_of_the_weights_are_those_of_the_moment_when_they_were_used():

@@ -107,7 +107,9 @@ def test_what_another_server_brought_in_is_dropped_here(book):
 def test_a_server_that_left_its_group_has_nothing(book):
     put_aside(book)
     book.confirm(KEY, 1)
-    book.reset()
+    own = ("me", 4)
+    book.own(own)
+    assert book.reset() == [own], "nobody else is asked for that"
     assert book.offer(0) == []
     assert book.confirm(KEY, 1) == "unknown"
 

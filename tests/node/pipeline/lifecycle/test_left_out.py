@@ -16,10 +16,11 @@ ME, OTHER = Member("me", 1, 2), Member("other", 1, 2)
 class Peer:
     """A peer that knows views with these members, in turn."""
 
-    stayed = PeerContext.stayed
+    stayed, member_since = PeerContext.stayed, PeerContext.member_since
 
     def __init__(self):
         self.me, self.views = "me", SimpleNamespace(views=[], newest=None)
+        self.chain = self.views
 
     def learn(self, *views):
         for members in views:
@@ -80,6 +81,16 @@ def test_that_it_was_left_out_between_its_admission_and_its_first_step_is_notice
     assert len(given_up) == 1
 
 
+def test_whoever_knows_only_views_before_its_return_does_not_know_of_its_membership(peer):
+    found, _ = left_out(peer)
+    peer.learn((OTHER,), (OTHER, ME), (ME, OTHER))
+    assert [found.is_known_in(number) for number in range(4)] == [False, True, True, True]
+    peer.learn((OTHER,))
+    assert not found.is_known_in(9), "it is none"
+    peer.learn((OTHER, ME))
+    assert [found.is_known_in(number) for number in (2, 3, 4)] == [False, False, True]
+
+
 def test_another_life_of_its_key_is_not_it(peer):
     found, _ = left_out(peer)
     peer.learn((ME,), (Member("me", 2, 2),))
@@ -99,6 +110,21 @@ def test_weights_of_its_own_are_given_up_where_others_serve_the_stage(peer, stag
     else:
         assert not may_step(found)
     assert len(given_up) == (not ends)
+
+
+@pytest.mark.parametrize("stayed", [True, False])
+def test_a_stage_in_which_no_twin_has_stayed_may_have_been_begun_anew(peer, stayed):
+    found, given_up = left_out(peer)
+    again = OTHER if stayed else Member("other", 2, 2)
+    peer.learn((ME, OTHER))
+    assert may_step(found)
+    peer.learn((OTHER,), (again, ME))
+    if stayed:
+        assert not may_step(found)
+    else:
+        with pytest.raises(LifeOver, match="left this server out"):
+            may_step(found)
+    assert len(given_up) == stayed
 
 
 def test_what_leaves_it_behind_otherwise_ends_its_life(peer):

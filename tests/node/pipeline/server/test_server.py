@@ -409,6 +409,17 @@ async def test_a_backward_pass_is_computed_once_however_often_it_is_asked_for(be
 
 
 @served()
+async def test_it_merges_nothing_for_a_trainer_that_does_not_know_of_its_membership(bench):
+    bench.server.is_known_in = lambda view: view >= 6
+    await bench.ask(*bench.backward(1, 1))
+    assert await bench.say(Confirm(1, 1, 1, 5)) == Busy()
+    assert bench.server.accounts.tokens == 0
+    assert await bench.say(Confirm(1, 1, 1, 6)) == Merged()
+    assert await bench.say(Confirm(1, 1, 1, 5)) == Busy()
+    assert bench.server.accounts.tokens == TOKENS
+
+
+@served()
 async def test_the_first_to_ask_is_answered_although_it_was_cancelled_and_asked_again(bench):
     first = asyncio.create_task(bench.ask(*bench.backward(1, 1)))
     second = asyncio.create_task(bench.ask(*bench.backward(1, 2)))

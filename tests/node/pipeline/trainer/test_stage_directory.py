@@ -221,6 +221,25 @@ def test_a_server_that_goes_and_returns_between_two_looks_has_left():
     assert sorted(stage_directory.left()) == [(0, "a/1"), (1, "b/1")]
 
 
+def test_a_life_that_is_back_is_another_server_than_before_it_was_left_out():
+    """What is asked of it now is not lost once the rounds of its first membership are known."""
+    swarm, stage_directory = made()
+    before = stage_directory.at(1, "b")
+    swarm.view(A, C, T, begins=(0, 0, 4))
+    swarm.view(A, C, T, B, begins=(0, 0, 4))
+    again = stage_directory.at(1, "b")
+    assert (before.name, again.name) == ("b/1", "b/1+1")
+    assert stage_directory.server(before.name) is None
+    assert stage_directory.server(again.name) == again
+    assert list(stage_directory.left()) == [], "the last round of its first membership is not known"
+    swarm.close(1, 2)
+    assert len(list(stage_directory.named())) == 1
+    assert list(stage_directory.left()) == [(1, before.name)]
+    swarm.view(A, C, T)
+    assert list(stage_directory.left()) == [(1, again.name)]
+    assert stage_directory.view_number == swarm.views.newest.number
+
+
 def test_a_full_replica_leaves_every_stage():
     swarm, stage_directory = made(A, B, Member("all", 3, EVERY))
     swarm.view(A, B)
