@@ -163,17 +163,6 @@ class PeerContext:
                 return False
         return True
 
-    @property
-    def member_since(self) -> int | None:
-        """The number of the first of the newest views in a row that list this life; None if the
-        newest does not, or there is none."""
-        since = None
-        for entry in reversed(self.views.views if self.chain is not None else []):
-            if self.my_index(entry.view) is None:
-                break
-            since = entry.view.number
-        return since
-
     def give_up(self) -> None:
         """Never act again in the views known so far: our promises in them are being forgotten."""
         for entry in self.views.views:

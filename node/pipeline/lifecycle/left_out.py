@@ -43,8 +43,9 @@ class LeftOutServer:
 
     def is_known_in(self, view: int) -> bool:
         """Return whether a peer that knows views up to this number knows of this membership."""
-        since = self.context.member_since
-        return since is not None and since <= view
+        context = self.context  # views before the oldest that is kept may have left it out
+        is_kept = context.is_member and context.views.views[0].view.number <= view
+        return is_kept and context.stayed(view - 1)
 
     @property
     def happened(self) -> bool:

@@ -16,11 +16,11 @@ ME, OTHER = Member("me", 1, 2), Member("other", 1, 2)
 class Peer:
     """A peer that knows views with these members, in turn."""
 
-    stayed, member_since = PeerContext.stayed, PeerContext.member_since
+    stayed, is_member = PeerContext.stayed, PeerContext.is_member
 
     def __init__(self):
         self.me, self.views = "me", SimpleNamespace(views=[], newest=None)
-        self.chain = self.views
+        self.chain = self.views  # `is_member` asks whether there is one
 
     def learn(self, *views):
         for members in views:
@@ -89,6 +89,8 @@ def test_whoever_knows_only_views_before_its_return_does_not_know_of_its_members
     assert not found.is_known_in(9), "it is none"
     peer.learn((OTHER, ME))
     assert [found.is_known_in(number) for number in (2, 3, 4)] == [False, False, True]
+    del peer.views.views[:4]
+    assert [found.is_known_in(number) for number in (3, 4, 5)] == [False, True, True]
 
 
 def test_another_life_of_its_key_is_not_it(peer):
